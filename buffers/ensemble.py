@@ -65,9 +65,15 @@ def pick(parts: Sequence[Part], index: int | Several, name: str) -> Part | list[
     """
     if isinstance(index, slice):
         return list(parts[index])
+
     numbers: Any = index.tolist() if isinstance(index, Tensor | np.ndarray) else index
     several = isinstance(numbers, list | range)
-    for number in numbers if several else [numbers]:
+    if several:
+        listed = numbers
+    else:
+        listed = [numbers]
+
+    for number in listed:
         if type(number) is not int:
             raise TypeError(
                 f"{name} is indexed by member, rb[0], and a member by row, rb[0][:]; several members are rb[:2] or "
@@ -75,6 +81,7 @@ def pick(parts: Sequence[Part], index: int | Several, name: str) -> Part | list[
             )
         if not -len(parts) <= number < len(parts):
             raise IndexError(f"{name} has {len(parts)} members, got index {number}")
+
     return [parts[number] for number in numbers] if several else parts[numbers]
 
 
@@ -177,7 +184,11 @@ class SamplerEnsemble(_Parts[Sampler]):
 
     @num_buffer_sampled.setter
     def num_buffer_sampled(self, value: int | None) -> None:
-        count = whole_number("num_buffer_sampled", len(self) if value is None else value)
+        if value is None:
+            wanted = len(self)
+        else:
+            wanted = value
+        count = whole_number("num_buffer_sampled", wanted)
         self._check_choice(count != len(self))
         self._num_buffer_sampled = count
 
@@ -199,7 +210,9 @@ class SamplerEnsemble(_Parts[Sampler]):
                 raise ValueError(f"p must be one number per member or 'sampleable', got {value!r}")
             self._p: Tensor | Literal["sampleable"] | None = value
             return
-        shares = torch.as_tensor(value if isinstance(value, Tensor) else list(value), dtype=torch.float64)
+
+        given = value if isinstance(value, Tensor) else list(value)
+        shares = torch.as_tensor(given, dtype=torch.float64)
         fits = shares.shape == (len(self),) and bool((shares >= 0).all())
         if not fits or not 0 < float(shares.sum()) < torch.inf:
             raise ValueError(
@@ -219,10 +232,12 @@ class SamplerEnsemble(_Parts[Sampler]):
         """Draw the members of a sample, given the number of ``rows`` in each."""
         if self.sample_from_all:
             return list(range(len(self)))
+
         weights = self.weights(rows)
         if not bool(weights.any()):
             raise RuntimeError("cannot sample: all members are empty, extend them with rb[i].extend(batch)")
         drawn = torch.multinomial(weights, self.num_buffer_sampled, replacement=True, generator=generator)
+
         return [int(member) for member in drawn]
 
 
@@ -244,6 +259,7 @@ def collate_members(parts: list[Any], members: list[int], stack: bool) -> Any:
             f"member {listed[0]} returns a list of items, which cannot be stacked: stack=False returns one "
             "list; or pass collate_fn="
         )
+
     join: Any = torch.stack if stack else torch.cat
     first = parts[0]
     columns = []
@@ -251,12 +267,14 @@ def collate_members(parts: list[Any], members: list[int], stack: bool) -> Any:
     if tensordicts:
         with suppress(TypeError):  # non-tensor entries: join the tensordicts instead
             columns = [leaves(part) for part in parts]
+
     forms = [{k: (c.dtype, c.shape) for k, c in each.items()} for each in columns]
     _check_alike(forms or [_form(part) for part in parts], members, stack)
     if not columns:
         if tensordicts:
             return join(parts)
         return pytree.tree_map(lambda *of_parts: join(of_parts), *parts)
+
     joined = {key: join([each[key] for each in columns]) for key in columns[0]}
     rows = (len(parts), len(first)) if stack else (sum(map(len, parts)),)
     made = nest(joined, *rows, *first.batch_size[1:])
@@ -271,6 +289,7 @@ def _check_alike(forms: list[Form], members: list[int], stack: bool) -> None:
     for member, form in zip(members, forms, strict=True):
         if form == forms[0]:
             continue
+
         for key in forms[0] | form:
             expected = forms[0].get(key)
             got = form.get(key)
@@ -280,6 +299,7 @@ def _check_alike(forms: list[Form], members: list[int], stack: bool) -> None:
                     f"member {has} returns {_shown(key)} and member {lacks} does not: transform the members' "
                     "samples to the same form (stack=False needs the same entries as well)"
                 )
+
             # The number of rows may differ unless they are stacked.
             if expected[0] != got[0] or expected[1][1:] != got[1][1:] or len(expected[1]) != len(got[1]):
                 raise ValueError(
@@ -287,6 +307,7 @@ def _check_alike(forms: list[Form], members: list[int], stack: bool) -> None:
                     f"{member} as {got[0]} {list(got[1])}: transform the members' samples to the "
                     "same form"
                 )
+
             if stack and expected[1] != got[1]:
                 raise ValueError(
                     f"member {first} returns {expected[1][0]} rows, member {member} {got[1][0]} rows, which "
@@ -300,6 +321,7 @@ def _form(part: Any) -> Form:
         entries: Any = part.items(True, True)
     else:
         entries = pytree.tree_flatten_with_path(part)[0]
+
     form: Form = {}
     for key, value in entries:
         is_tensor = isinstance(value, Tensor)
@@ -372,9 +394,11 @@ class ReplayBufferEnsemble(Facts):
             rbs = _members(storages, samplers, writers)
         elif storages is not None or samplers is not None or writers is not None:
             raise TypeError("pass the members, or storages, samplers and writers, not both")
+
         for rb in rbs:
             if not isinstance(rb, ReplayBuffer):
                 raise TypeError(f"members must be ReplayBuffers, got {type(rb).__name__}")
+
         if samplers is None:
             samplers = SamplerEnsemble(
                 *(rb.sampler for rb in rbs),
@@ -384,6 +408,7 @@ class ReplayBufferEnsemble(Facts):
             )
         elif p is not None or sample_from_all or num_buffer_sampled is not None:
             raise TypeError("p, sample_from_all and num_buffer_sampled must be passed to SamplerEnsemble")
+
         if generator is not None and generator.device.type != "cpu":
             raise ValueError(f"generator must be a CPU generator, got {generator.device}")
         self._members = rbs
@@ -488,8 +513,10 @@ class ReplayBufferEnsemble(Facts):
         if self._process != os.getpid():
             self._process = os.getpid()
             reseed_in_worker(self.generator)
+
         rows = self._rows(batch_size)
         members = self.sampler.draw([len(rb) for rb in self._members], self.generator)
+
         parts = []
         infos = []
         ended = set()
@@ -499,11 +526,13 @@ class ReplayBufferEnsemble(Facts):
                     f"cannot sample from member {member}, which is empty: extend it with rb[{member}].extend(batch), "
                     "or use p=0"
                 )
+
             part, info, end = self._members[member].next_sample(rows)
             if end:
                 ended.add(member)
             parts.append(part)
             infos.append(info)
+
         stack = self.stack and self.collate_fn is None
         if self.collate_fn is None:
             sample = collate_members(parts, members, stack)
@@ -513,8 +542,10 @@ class ReplayBufferEnsemble(Facts):
                     parts[i] = part.clone(recurse=False)
                     set_ids(parts[i], torch.tensor(members[i]))
             sample = self.collate_fn(parts)
+
         entries = [key for key in infos[0] if all(key in info for info in infos)]
         info = {key: collate_members([each[key] for each in infos], members, stack) for key in entries}
+
         # The member of each row, and the last row of each member: the row after it does not continue it.
         counts = torch.tensor([len(each["index"]) for each in infos])
         ids = torch.tensor(members).repeat_interleave(counts)
@@ -523,6 +554,7 @@ class ReplayBufferEnsemble(Facts):
         if stack:
             ids = ids.view(len(members), -1)
             ends = ends.view(len(members), -1)
+
         if self.collate_fn is None and isinstance(sample, TensorDictBase):
             set_ids(sample, ids)
         info["buffer_ids"] = ids
@@ -599,10 +631,20 @@ class ReplayBufferEnsemble(Facts):
         for member, rb in self._prioritized():
             mask = buffer_ids == member
             if bool(mask.any()):
+                if priority.ndim:
+                    chosen = priority[mask.to(priority.device)]
+                else:
+                    chosen = priority
+
+                if generation is None:
+                    made_in = None
+                else:
+                    made_in = generation[mask.to(generation.device)]
+
                 rb.update_priority(
                     index[mask.to(index.device)],
-                    priority[mask.to(priority.device)] if priority.ndim else priority,
-                    None if generation is None else generation[mask.to(generation.device)],
+                    chosen,
+                    made_in,
                 )
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
@@ -615,6 +657,7 @@ class ReplayBufferEnsemble(Facts):
         """
         prioritized = self._prioritized()
         check_tensordicts(data, "update_tensordict_priority", "update_priority takes index and priority")
+
         # Each element along the first dimension goes to its member as a whole. If one mixes members (for
         # example in a transposed sample), rows are updated one by one.
         ids = require(data, BUFFER_IDS)
@@ -622,10 +665,12 @@ class ReplayBufferEnsemble(Facts):
         if not bool((rows_ids == rows_ids[:, :1]).all()):
             data = data.reshape(-1)
             rows_ids = ids.reshape(-1, 1)
+
         for member, rb in prioritized:
             mask = rows_ids[:, 0] == member
             if not bool(mask.any()):
                 continue
+
             update = getattr(rb, "update_tensordict_priority", None)
             if update is None:
                 raise TypeError(
@@ -652,9 +697,14 @@ class ReplayBufferEnsemble(Facts):
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the states of the members and of the random generator."""
+        if self.generator is None:
+            generator = None
+        else:
+            generator = self.generator.get_state()
+
         return {
             "members": [rb.state_dict() for rb in self._members],
-            "generator": None if self.generator is None else self.generator.get_state(),
+            "generator": generator,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -667,6 +717,7 @@ class ReplayBufferEnsemble(Facts):
         check_saved_generator(state["generator"], self.generator, "ensemble")
         if len(state["members"]) != len(self._members):
             raise ValueError(f"the state has {len(state['members'])} members, not {len(self._members)}")
+
         pairs = list(zip(self._members, state["members"], strict=True))
         for rb, saved in pairs:  # check all before loading any
             rb.check_state_dict(saved)
@@ -724,21 +775,26 @@ class ReplayBufferEnsemble(Facts):
                 f"an ensemble has a StorageEnsembleCheckpointer, and each member its own, got {checkpointer!r}: set "
                 "ensemble[0].storage.checkpointer"
             )
+
         packer = Packer()
         packer.add("others", dict(others))  # refuse unsupported values before writing rows
         known = self.saves.of(path)
+
         with Folder(path, write=True, log=False, resume=known.folder, **options._asdict()) as folder:
             if folder.version is None and folder.versions() and not options.overwrite:
                 raise FileExistsError(
                     f"{path} holds version {folder.versions()[0]}, which this ensemble has neither loaded nor saved: "
                     "load it first, save to another folder, or start again with overwrite=True"
                 )
+
             known.folder = folder
+
             # Keep the member versions that the ensemble's versions name until the new version is published.
             named: list[Any] = []
             for number in folder.versions():
                 with suppress(DamagedFileError):
                     named.append(read_manifest(path, number).extra)
+
             saved = []
             for i, member in enumerate(self._members):
                 inner = path / f"member-{i}"
@@ -750,6 +806,7 @@ class ReplayBufferEnsemble(Facts):
                 saved.append(
                     list(member.save_version(inner, {}, options._replace(keep=keep, overwrite=True)))
                 )
+
             if self.generator is None:
                 generator = None
             else:
@@ -766,15 +823,18 @@ class ReplayBufferEnsemble(Facts):
             tree = read_tree(version, rows)
             state = tree["buffer"]
             if state is None or (isinstance(state, dict) and "ring" in state):
-                raise ValueError(
-                    f"{'a run without a buffer' if state is None else 'a single buffer'} was saved, not an "
-                    "ensemble: load it the way it was saved"
-                )
+                if state is None:
+                    saved = "a run without a buffer"
+                else:
+                    saved = "a single buffer"
+                raise ValueError(f"{saved} was saved, not an ensemble: load it the way it was saved")
+
             if not isinstance(state, dict) or not isinstance(state.get("members"), list):
                 raise damaged("it is not the state of an ensemble")
             saved = state["members"]
             if len(saved) != len(self._members):
                 raise ValueError(f"the state has {len(saved)} members, not {len(self._members)}")
+
             try:
                 applies = [
                     member.load_version(path / f"member-{i}", each[0], True)[1]
@@ -782,6 +842,7 @@ class ReplayBufferEnsemble(Facts):
                 ]
             except FileNotFoundError as error:  # the previous version may be complete
                 raise DamagedFileError(f"a member is missing: {error}") from None
+
             return state, tree["others"], applies
 
         (state, others, applies), folder = load_from(path, read, number, strict)
@@ -812,9 +873,11 @@ def _members(
     """Create the members from their parts."""
     if storages is None:
         raise TypeError("ReplayBufferEnsemble needs members, or storages=")
+
     for name, parts in (("samplers", samplers), ("writers", writers)):
         if parts is not None and len(parts) != len(storages):
             raise ValueError(f"{name} has {len(parts)} members, storages has {len(storages)}")
+
     return tuple(
         ReplayBuffer(
             storage=storage,

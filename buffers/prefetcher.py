@@ -27,6 +27,7 @@ class _Once(Generic[R]):
                 except Exception as error:  # not Ctrl-C, after which the next call starts over
                     self._outcome.set_exception(error)
                 self._function = None
+
         return self._outcome
 
     def then(self, finish: Callable[[R], T]) -> T:
@@ -61,13 +62,16 @@ class Prefetcher(Generic[T]):
                     future, _ = self._queue.popleft()
                     break
                 cleared = self._cleared
+
             read, finish = begin()
             rows = _Once(read)
+
             with self._lock:
                 if cleared == self._cleared:  # otherwise drop what was just begun
                     if self._pool is None:
                         self._pool = ThreadPoolExecutor(self._count, "flatroll-prefetch")
                     self._queue.append((self._pool.submit(rows.then, finish), rows))
+
         return future.result()
 
     def read_all(self) -> None:

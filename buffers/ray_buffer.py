@@ -53,7 +53,11 @@ class BufferActor:
         return attempt(self._run, method, *arguments)
 
     def _run(self, method: str, *arguments: Any) -> Any:
-        function = getattr(self if method in ("draw", "weight") else self._buffer, method)
+        if method in ("draw", "weight"):
+            owner = self
+        else:
+            owner = self._buffer
+        function = getattr(owner, method)
         return pack_batches(function(*map(unpack_batches, arguments)))
 
     def draw(self, rows: int) -> tuple[Any, dict[str, Any], Weight]:
@@ -74,6 +78,7 @@ class BufferActor:
         if not len(buffer) or not has_priorities(sampler):
             return Weight(float(len(buffer)), 1.0, 0.0, unit)
         total, least = sampler.mass(buffer.ring)
+
         return Weight(total, least, sampler.beta, unit)
 
     def extend(self, rows: Any) -> Any:
@@ -82,7 +87,11 @@ class BufferActor:
 
     def _extend(self, rows: Any) -> int:
         batch, final = unpack_batches(rows)
-        return len(self._buffer.extend(batch, **({} if final is None else {"final": final})))
+        if final is None:
+            options = {}
+        else:
+            options = {"final": final}
+        return len(self._buffer.extend(batch, **options))
 
 
 class RayReplayBuffer(Facts):
@@ -141,23 +150,28 @@ class RayReplayBuffer(Facts):
     ) -> None:
         parts = {"storage": storage, "sampler": sampler, "writer": writer, "transform": transform}
         parts = {name: part for name, part in parts.items() if part is not None}
+
         for name, part in parts.items():
             if not callable(part) or isinstance(part, Transform):  # a class is callable as well
                 raise TypeError(
                     f"{name} must be a function that makes one in the actor, such as partial(LazyTensorStorage, 1000) "
                     f"for a storage, got {type(part).__name__}"
                 )
+
         if prefetch:
             whole_number("prefetch", prefetch)
             if batch_size is None:
                 raise ValueError("prefetch needs a batch_size: samples are drawn ahead")
+
         config = {"num_cpus": 0, **(remote_config or {})}
         if config.pop("max_restarts", 0):
             raise ValueError("remote_config must leave max_restarts at 0: a restarted buffer would be empty")
+
         self.batch_size = batch_size
         self.prefetch = prefetch
         self._under_way: deque[Any] = deque()
         self._calls = RayCalls(ray_init_config) if calls is None else calls
+
         try:
             put_named(self._calls, **parts, **options)  # one by one, so that an error names the argument
             self._actor = self._calls.make(BufferActor, config)
@@ -175,6 +189,7 @@ class RayReplayBuffer(Facts):
             raise WorkerDied(
                 f"the replay buffer's actor: {error}. Make a new buffer, and give it the last state_dict that was saved"
             ) from error
+
         if isinstance(answer, Failure):
             answer.throw("the replay buffer's actor")
         return unpack_batches(answer)
@@ -192,7 +207,8 @@ class RayReplayBuffer(Facts):
 
     def extend(self, data: Any, final: TensorDictBase | None = None) -> Tensor:
         """As `ReplayBuffer.extend`."""
-        positions: Tensor = self._run("extend", data, *(() if final is None else (final,)))
+        finals = () if final is None else (final,)
+        positions: Tensor = self._run("extend", data, *finals)
         return positions
 
     def extend_reference(self, rows: Any, place: int = 0) -> int:
@@ -237,6 +253,7 @@ class RayReplayBuffer(Facts):
             while len(self._under_way) <= self.prefetch:
                 self._under_way.append(self.begin("sample", None, True))
             sample, info = self.result(self._under_way.popleft())
+
         if return_info:
             return (sample, info)
         return sample
@@ -292,4 +309,8 @@ class RayReplayBuffer(Facts):
 
     def _facts(self) -> dict[str, Any]:
         """What `repr` and notebooks show."""
-        return {"": "in an actor" if self._actor is not None else "closed", "prefetch": self.prefetch or 0}
+        if self._actor is not None:
+            state = "in an actor"
+        else:
+            state = "closed"
+        return {"": state, "prefetch": self.prefetch or 0}

@@ -65,10 +65,12 @@ class RayReplayBufferEnsemble(Facts):
         if not shards or not all(isinstance(shard, RayReplayBuffer) for shard in shards):
             got = ", ".join(type(shard).__name__ for shard in shards) or "none"
             raise TypeError(f"shards must be RayReplayBuffers, at least one, got {got}")
+
         if prefetch:
             whole_number("prefetch", prefetch)
             if batch_size is None:
                 raise ValueError("prefetch needs a batch_size: samples are drawn ahead")
+
         one_of("on_loss", on_loss, ("raise", "drop"))
         self.shards = shards
         self.batch_size = batch_size
@@ -104,12 +106,14 @@ class RayReplayBufferEnsemble(Facts):
         except WorkerDied as error:
             if self.on_loss == "raise" or len(self._live()) == 1:
                 raise
+
             if shard not in self._lost:
                 self._lost.add(shard)
                 self._weights.pop(shard, None)
                 _LOG.warning(
                     "shard %d is lost with its rows, %d are left: %s", shard, len(self._live()), error
                 )
+
             return None
 
     def _ask(self, method: str, *arguments: Any) -> dict[int, Any]:
@@ -132,14 +136,17 @@ class RayReplayBufferEnsemble(Facts):
             ids = data.get(TRAJ_IDS, None)
         else:
             ids = None
+
         if ids is None:
             self._turn += 1
             homes = torch.full((len(data),), self._turn - 1)
         else:  # consecutive trajectories of a writer go to different shards
             homes = (ids.reshape(-1) >> ID_BITS) + (ids.reshape(-1) & ((1 << ID_BITS) - 1))
+
         homes = homes.cpu() % len(self.shards)
         left = torch.ones(len(homes), dtype=torch.bool)
         count = len(homes)
+
         while bool(left.any()):  # again for the rows of shards that are lost meanwhile
             moved = torch.tensor([self._home(number) for number in range(len(self.shards))])[homes]
             masks = {shard: left & (moved == shard) for shard in set(moved[left].tolist())}
@@ -147,9 +154,11 @@ class RayReplayBufferEnsemble(Facts):
                 shard: self.shards[shard].begin("extend", *_part(data, final, mask))
                 for shard, mask in masks.items()
             }
+
             for shard, found in references.items():
                 if self._settle(shard, partial(self.shards[shard].result, found)):
                     left &= ~masks[shard]
+
         return count
 
     def extend_reference(self, rows: Any, place: int = 0) -> int:
@@ -176,8 +185,12 @@ class RayReplayBufferEnsemble(Facts):
             mask = buffer_ids == shard
             if bool(mask.any()):
                 own = None if generation is None else generation[mask]
-                of_rows = priorities[mask] if priorities.ndim else priorities
+                if priorities.ndim:
+                    of_rows = priorities[mask]
+                else:
+                    of_rows = priorities
                 references[shard] = self.shards[shard].begin("update_priority", index[mask], of_rows, own)
+
         for shard, found in references.items():
             self._settle(shard, partial(self.shards[shard].result, found))
 
@@ -203,6 +216,7 @@ class RayReplayBufferEnsemble(Facts):
         size = self.batch_size if batch_size is None else batch_size
         if size is None:
             raise ValueError("batch_size must be given to RayReplayBufferEnsemble(...) or to sample(...)")
+
         whole_number("batch_size", size)
         if self.prefetch and size == self.batch_size:
             while len(self._under_way) <= self.prefetch:
@@ -210,6 +224,7 @@ class RayReplayBufferEnsemble(Facts):
             asked = self._under_way.popleft()
         else:
             asked = self._begin(size)
+
         parts: list[tuple[int, Any, Any, Weight]] = []
         while missing := self._finish(asked, parts):
             asked = self._begin(missing)
@@ -226,9 +241,11 @@ class RayReplayBufferEnsemble(Facts):
         totals = torch.tensor([self._weights[shard].total for shard in shards], dtype=torch.float64)
         if not bool(totals.any()):
             raise RuntimeError("cannot sample: no shard has rows, extend the ensemble first")
+
         unit = self._weights[shards[0]].unit
         if size % unit:
             raise ValueError(f"batch_size must be a multiple of slice_len={unit}, got {size}")
+
         drawn = torch.multinomial(totals, size // unit, replacement=True, generator=self.generator)
         counts = (drawn.bincount(minlength=len(shards)) * unit).tolist()
         return [
@@ -249,6 +266,7 @@ class RayReplayBufferEnsemble(Facts):
                 parts.append((shard, sample, info, self._weights[shard]))
             else:
                 self._weights[shard] = Weight(*answer[0])
+
         return missing
 
     def _join(self, parts: list[tuple[int, Any, Any, Weight]]) -> tuple[Any, dict[str, Tensor]]:
@@ -258,12 +276,14 @@ class RayReplayBufferEnsemble(Facts):
         least = min(
             [each.least for each in self._weights.values() if each.total] + [w.least for *_, w in parts]
         )
+
         for _, sample, info, weight in parts:
             if PRIORITY_WEIGHT in info:
                 factor = (weight.least / least) ** -weight.beta
                 info[PRIORITY_WEIGHT] = info[PRIORITY_WEIGHT] * factor
                 if isinstance(sample, TensorDictBase) and PRIORITY_WEIGHT in sample:
                     sample[PRIORITY_WEIGHT] = sample[PRIORITY_WEIGHT] * factor
+
         sample = collate_members([part for _, part, _, _ in parts], members, stack=False)
         infos = [info for _, _, info, _ in parts]
         entries = [key for key in infos[0] if all(key in info for info in infos)]
@@ -304,9 +324,11 @@ class RayReplayBufferEnsemble(Facts):
         """Load the shards' states, except those of lost shards. Pending samples are dropped."""
         if len(state["shards"]) != len(self.shards):
             raise ValueError(f"the state has {len(state['shards'])} shards, not {len(self.shards)}")
+
         for shard, saved in enumerate(state["shards"]):
             if saved is not None and shard not in self._lost:
                 self._settle(shard, partial(self.shards[shard].load_state_dict, saved))
+
         self._under_way.clear()
         self._weights.clear()
 
@@ -340,13 +362,16 @@ def _part(data: Any, final: TensorDictBase | None, mask: Tensor) -> tuple[Any, .
         if final is None:
             return (data,)
         return (data, final)
+
     if isinstance(data, TensorDictBase) and data.device:
         rows = data[mask.to(data.device)]
     else:
         rows = data[mask]
+
     if final is None:
         return (rows,)
     of_rows = mask[final["row"].cpu()]
     own: Any = final[of_rows].clone()
     own.set("row", (mask.cumsum(0) - 1)[own.get("row").cpu()])
+
     return rows, own

@@ -89,6 +89,7 @@ class Post:
         if len(rest) + sum(tensor.nbytes for tensor in tensors) <= _SMALL:
             self.channel.send(LETTER, (rest, [(dtype_name(t), tuple(t.shape), _bytes(t)) for t in tensors]))
             return
+
         self._take_back()  # the slot is still in use if the last answer was unreadable
         # Columns of equal length form a table: a batch, or its ``final``.
         tables: dict[int, dict[Key, Tensor]] = {}
@@ -99,6 +100,7 @@ class Post:
             self._outbox.put(*tables.values(), packed, note=None)
         else:
             self._outbox.put(*tables.values(), *[{}] * (2 - len(tables)), note=rest)
+
         self._in_slot = True
 
     def _take_back(self) -> None:
@@ -124,16 +126,19 @@ class Post:
             window = self._inbox.open(kind, content)
             if window is None:
                 return None
+
             columns = {key: column for table in window.tables for key, column in table.items()}
             if window.note is None:
                 rest = columns.pop("rest").numpy().tobytes()
             else:
                 rest = window.note
+
             tensors = [columns[str(place)] for place in range(len(columns))]
             if keep:
                 tensors = [tensor.clone() for tensor in tensors]
         else:
             raise ValueError(f"a message of kind {kind!r} was not expected")
+
         self._take_back()
         return (unpack(rest, tensors),)
 
@@ -202,8 +207,10 @@ class BufferHandle:
             options = {}
         else:
             options = {"update_priority": update_priority}
+
         # An ensemble's method has neither option and raises its own error.
-        stored: Tensor = self._call("extend", data, *(() if final is None else (final,)), **options)
+        finals = () if final is None else (final,)
+        stored: Tensor = self._call("extend", data, *finals, **options)
         return stored
 
     def add(self, data: Any) -> int:
@@ -278,6 +285,7 @@ class BufferHandle:
             if buffer is None:
                 raise OwnerGoneError(_GONE)
             return call(buffer, name, arguments, options)
+
         with self._lock:
             try:
                 if self.post is None:
@@ -290,8 +298,10 @@ class BufferHandle:
             except BaseException:  # a late answer must not be taken for that of the next call
                 self.hang_up()
                 raise
+
             if outcome == LOST:
                 self.hang_up()
+
         if outcome != DONE:
             value.add_note(f"raised in process {self._owner}, which owns the buffer")
             raise value from WorkerTraceback(f"\n{trace}")
@@ -310,6 +320,7 @@ def call(buffer: Served, name: str, arguments: tuple[Any, ...], options: dict[st
     """Call an allowed method of ``buffer`` or return an attribute; ValueError for other names."""
     if name not in CALLS:
         raise ValueError(f"a handle can call {sorted(CALLS)}, not {name!r}")
+
     found = getattr(buffer, name)
     if callable(found):
         return found(*arguments, **options)
@@ -323,6 +334,7 @@ def shortened(value: Any) -> Any:
         last = int(value[-1])
         if last - first == len(value) - 1 and bool((value.diff() == 1).all()):
             return range(first, last + 1)
+
     return value
 
 
@@ -360,6 +372,7 @@ class Owner:
         """Stop the thread; clients get `OwnerGoneError`. Does nothing in a forked process."""
         if os.getpid() != self.process:
             return
+
         self._closed = True
         self._inside.shut()  # wakes the thread
         if threading.current_thread() is not self.thread:
@@ -379,6 +392,7 @@ class Owner:
                 for descriptor, _ in self._poll.poll():
                     if self._closed:
                         return
+
                     if descriptor == door:
                         entered = self._inside.admit()
                         if entered is not None:  # a valid client
@@ -402,6 +416,7 @@ class Owner:
                 return
         except BaseException as error:  # reading failed, so the start of the next message is unknown
             send_quietly(post, LOST, portable(error), traceback.format_exc())
+
         self._poll.unregister(descriptor)
         del self.clients[descriptor]
         post.channel.close()
@@ -417,6 +432,7 @@ class Owner:
         opened = post.open(kind, content, keep=keep)
         if opened is None or buffer is None:  # closed meanwhile
             return
+
         try:
             ((name, arguments, options),) = opened
             answer = DONE, shortened(call(buffer, name, arguments, options)), ""
@@ -424,7 +440,9 @@ class Owner:
             trace = traceback.format_exc()
             # Without the frames, which refer to the buffer.
             answer = FAILED, portable(error).with_traceback(None), trace
+
         del buffer
+
         try:
             send_quietly(post, *answer)
         except BaseException as error:  # the result cannot be sent
@@ -454,6 +472,7 @@ class Service:
                 )
             self._owned_by = os.getpid(), psutil.Process().create_time()
             self.owner = Owner(buffer)
+
         return self.owner.handle
 
 

@@ -153,12 +153,14 @@ class ReplayBuffer(Facts):
             function("collate_fn", collate_fn, "a function of a sample")
         if prefetch is not None:
             whole_number("prefetch", prefetch, 0)
+
         flags(shared=shared)
         if compilable is not None:
             flags(compilable=compilable)
         self.storage: Storage = ListStorage() if storage is None else storage
         if shared and not self.storage.by_reference:
             raise ValueError("shared=True needs rows that other processes see: use LazyMemmapStorage")
+
         if checkpointer is not None:
             self.storage.checkpointer = checkpointer
         self.sampler: Sampler = RandomSampler() if sampler is None else sampler
@@ -168,15 +170,18 @@ class ReplayBuffer(Facts):
         self.prefetch = prefetch
         self.batch_size = batch_size
         last = self.storage.ndim - 1
+
         if dim_extend is None:
             self.dim_extend = last
         else:
             self.dim_extend = whole_number("dim_extend", dim_extend, 0, last)
+
         self.generator = cpu_generator(generator)
         if batch_size is not None:
             whole_number("batch_size", batch_size)
         if batch_size is not None or prefetch:
             self.sampler.check(batch_size)
+
         self.markers: BoundaryKeys | None = None
         self.ring = Ring(self.storage.max_size)
         self.started = False
@@ -185,6 +190,7 @@ class ReplayBuffer(Facts):
         self.service = Service()
         if transform is not None:
             self.append_transform(transform)
+
         self._home = os.getpid()  # the process of the last write
         self._make_locks()
         self.writer.fits(self.storage, self.sampler)
@@ -220,6 +226,7 @@ class ReplayBuffer(Facts):
                 "so far: append it before the first extend, or pass it to ReplayBuffer(transform=...)"
             )
         insert_transform(self.transforms, index, transform, invert)
+
         return self
 
     # -- writing -----------------------------------------------------------------------------------------------
@@ -251,6 +258,7 @@ class ReplayBuffer(Facts):
             if not data:
                 return torch.zeros(0, dtype=torch.int64)
             data = batched(data)
+
         if self.transforms:
             data = before_storing(data, self.transforms, self.storage.not_compared, final)
         if isinstance(data, LazyStackedTensorDict) and not listed:
@@ -265,6 +273,7 @@ class ReplayBuffer(Facts):
         """Store one item (a row ``[]``, a tensor, a tree, ...); return its position, -1 if the writer rejected it."""
         if self.storage.ndim > 1:
             return int(self.extend(map_rows(data, lambda leaf: leaf.unsqueeze(self.dim_extend)))[0, 0])
+
         kind = self.storage.structure
         flat = isinstance(kind, TensorDicts) and not kind.inner
         if isinstance(data, TensorDictBase) and data.batch_dims and flat:
@@ -279,6 +288,7 @@ class ReplayBuffer(Facts):
             self.writer.check(data)
         if self._prefetcher is not None:  # otherwise the samples would depend on thread timing
             self._prefetcher.read_all()
+
         with self.write_lock:
             # The first batch decides whether trajectories are tracked; create the ring accordingly.
             ring = self.ring if self.started else self._first_ring(data)
@@ -293,7 +303,9 @@ class ReplayBuffer(Facts):
                     with self.lock:
                         self.ring = ring
                         self.started = True
+
                 slots = self._store(ring, rows, filled, prioritize)
+
         if self.storage.lanes:
             return positions(slots, self.storage.lanes)
         return slots
@@ -304,19 +316,27 @@ class ReplayBuffer(Facts):
         if needs_index is not None and getattr(data, SCALED, False):
             warn_of_scales(stacklevel=4)
         self.markers = None
+
         if isinstance(data, TensorDictBase):
             self.markers = self.sampler.boundary_keys(data)
             if self.markers is None and needs_index is not None:
                 # If only compact_obs needs the index, trajectories are not tracked, and rows may come in any order.
                 followed = self.sampler.needs_index or any(map(reads_others, self.transforms))
                 self.markers = replace(BoundaryKeys.probe(data), in_order=followed)
+
             if self.markers is not None and data.batch_dims != 1:
                 raise not_flat(data)
         elif (needs_index is not None and not self.storage.compact_obs) or self.sampler.freshness:
+            if needs_index:
+                subject = "trajectories"
+            else:
+                subject = "policy versions"
+
             raise TypeError(
-                f"{needs_index or 'max_policy_lag'} follows {'trajectories' if needs_index else 'policy versions'}, "
+                f"{needs_index or 'max_policy_lag'} follows {subject}, "
                 f"which needs tensordict batches, got {type(data).__name__}"
             )
+
         return self.writer.ring(self.storage.capacity, self.markers is not None)
 
     def _store(self, ring: Ring, rows: Rows, filled: bool, prioritize: bool) -> Tensor:
@@ -329,8 +349,10 @@ class ReplayBuffer(Facts):
         sampler = self.sampler
         count = rows.count
         fragments = rows.fragments
+
         # May raise, so do it before other rows are dropped.
         links = storage.link(ring, rows, self.markers)
+
         with self.lock:  # from here on, rows about to be overwritten are not drawn
             if self.writer.stateful:
                 chosen = self.writer.choose(ring, rows)
@@ -339,16 +361,23 @@ class ReplayBuffer(Facts):
             first = ring.claim(count) if chosen is None else 0
             if chosen is None and sampler.follows_writes:
                 sampler.claimed(ring, first, count)
+
         if chosen is not None:  # the writer has excluded these slots from draws
             at, slots = chosen
             storage.put(slots, rows, at)
             with self.lock:
                 ring.publish(len(slots))
             return torch.full((count,), -1).index_copy_(0, at, slots)
+
         slot = first % ring.capacity  # row r goes to slot r modulo the capacity
         if isinstance(ring, TrajectoryIndex) and fragments is not None and links is not None:
             if not filled:
-                storage.write(slot, rows, links.after(fragments.firsts) if storage.shares else None)
+                if storage.shares:
+                    following = links.after(fragments.firsts)
+                else:
+                    following = None
+                storage.write(slot, rows, following)
+
             entries = released = None
             if storage.compact_obs:
                 entries, released = storage.keep_next(ring, rows, links, first)
@@ -363,6 +392,7 @@ class ReplayBuffer(Facts):
                 ring.publish(count)
                 if sampler.follows_writes:
                     sampler.entered(ring, first, count)
+
         # Slots wrap around to 0. Most writes do not reach the end and skip the modulo.
         slots = torch.arange(slot, slot + count)
         if slot + count <= ring.capacity:
@@ -474,12 +504,14 @@ class ReplayBuffer(Facts):
         size = self.batch_size if batch_size is None else batch_size
         if size is not None and (type(size) is not int or not 0 < size < 2**63):
             size = whole_number("batch_size", size)
+
         size = self.sampler.check(size)
         # Prefetched samples have the buffer's batch size; other sizes are drawn directly.
         if not (self._prefetcher and (batch_size is None or size == self.sampler.check(self.batch_size))):
             read, finish = self._draw_sample(size)
             return finish(read())
         made: Made = self._prefetcher.next(partial(self._draw_sample, size))
+
         return made
 
     def _draw_sample(self, size: int) -> tuple[Callable[[], Drawn], Callable[[Drawn], Made]]:
@@ -497,6 +529,7 @@ class ReplayBuffer(Facts):
             draw = self.sampler.draw(ring, size, self.generator, self.storage.compact_obs)
         else:
             draw = ring.draw_slots(slots, strict, self.storage.compact_obs)
+
         if self.transforms and isinstance(ring, TrajectoryIndex):
             steps = max(map(looks_ahead, self.transforms))
             if steps:
@@ -504,20 +537,30 @@ class ReplayBuffer(Facts):
             chooser = chooser_of(self.transforms)
             if chooser is not None:
                 draw.chosen = ring.choose(draw, partial(chooser.choose, generator=self.generator))
+
         return draw
 
     def _finish_sample(self, ended: bool, drawn: Drawn) -> Made:
         """Mark the rows and apply the transforms."""
         storage = self.storage
         (draw, values) = drawn
-        info = {"index": positions(draw.slots, storage.lanes) if storage.lanes else draw.slots, **draw.info}
+        if storage.lanes:
+            index = positions(draw.slots, storage.lanes)
+        else:
+            index = draw.slots
+        info = {"index": index, **draw.info}
         structure = storage.structure
         shape = draw.slots.shape
         if isinstance(structure, TensorDicts):
             self.sampler.mark(values, draw)
+
         values = self._inform(values, info)
         listed = isinstance(storage, ListStorage)
-        data = values if structure is None else structure.build(values, shape)
+        if structure is None:
+            data = values
+        else:
+            data = structure.build(values, shape)
+
         if self.collate_fn is not None:
             data = self.collate_fn(data)
         elif listed:
@@ -541,6 +584,7 @@ class ReplayBuffer(Facts):
                     return draw, values
                 ring = self.ring
                 draw = draw_again(ring)
+
         with self.write_lock:  # a small ring with fast writers: block them this once
             with self.lock:
                 ring = self.ring
@@ -559,27 +603,40 @@ class ReplayBuffer(Facts):
         """
         if isinstance(index, str) or (isinstance(index, tuple) and index and isinstance(index[0], str)):
             names = (index,) if isinstance(index, str) else index
-            return entry(self[:], names[1:] if names[0] == "_data" and len(names) > 1 else names)
+            if names[0] == "_data" and len(names) > 1:
+                path = names[1:]
+            else:
+                path = names
+            return entry(self[:], path)
+
         self.enter_process()
         slots = slots_at(index, self.ring, self.storage.lanes)
         strict = not isinstance(index, slice)
         draw_again = partial(self._draw, slots=slots.reshape(-1), strict=strict)
+
         with self.lock:
             ring = self.ring
             draw = draw_again(ring)
+
         draw, values = self.read_drawn(ring, draw, draw_again, self._gather)
         rows = draw.slots
         listed = isinstance(self.storage, ListStorage)
         if listed and slots.ndim == 0:
             return values[0]
+
         ends = torch.ones(len(rows), dtype=torch.bool)
         numbers = ring.numbers(rows, draw.version[0])
         ends[:-1] = numbers[1:] != numbers[:-1] + 1  # True where the next row was not written directly after
-        data = values if listed else self.storage.build(values, rows.shape)
+
+        if listed:
+            data = values
+        else:
+            data = self.storage.build(values, rows.shape)
         for transform in self.transforms:
             data = apply(transform, data, lambda: ends)
         if listed:
             return data
+
         if slots.ndim != 1:
             check_row_count(self.transforms, data, len(rows))
         return in_shape(data, slots, len(rows), self.storage.lanes)
@@ -621,9 +678,11 @@ class ReplayBuffer(Facts):
         """
         if not len(self):
             raise RuntimeError("an empty buffer has no spec yet: extend it first")
+
         row: Any = make_composite_from_td(self[:1], unsqueeze_null_shapes=False)[0]
         spec: Composite = row.expand(-1)
         leaves = () if self.noted_spec is None else self.noted_spec.items(True, True)
+
         for key, noted in leaves:
             read = spec.get(key, None)
             if read is not None and (read.shape, read.dtype) == (noted.shape, noted.dtype):
@@ -651,6 +710,7 @@ class ReplayBuffer(Facts):
             spec = None
         else:
             spec = self.noted_spec.get(key, None)
+
         if spec is None:
             return None
         return as_space(spec[0])
@@ -690,10 +750,12 @@ class ReplayBuffer(Facts):
                 "bytes_saved": storage.bytes_saved,
                 **storage.counts(),
             }
+
             if isinstance(ring, TrajectoryIndex):
                 numbers["bytes"] += ring.nbytes
                 numbers["trajectories"] = ring.trajectories
                 numbers["open_trajectories"] = ring.open_trajectories
+
         return numbers | torchrl_names(numbers)
 
     def __repr__(self) -> str:
@@ -710,6 +772,7 @@ class ReplayBuffer(Facts):
         hidden = {name for name in ("bytes", "bytes_per_row", "bytes_saved") if not facts[name]}
         hidden |= set(torchrl_names(stats))
         shown = {name: facts[name] for name in facts if facts[name] is not None and name not in hidden}
+
         return {"": f"{rows} rows"} | {n: f"{f:,}" if isinstance(f, int) else f for n, f in shown.items()}
 
     # -- state ---------------------------------------------------------------------------------------------------
@@ -752,12 +815,15 @@ class ReplayBuffer(Facts):
         if self._prefetcher is not None:
             self._prefetcher.wait()  # pending reads of rows that will be overwritten must finish first
         state = _tables_of(state)
+
         with self.write_lock, self.lock:
             if ring is None or checked_for is not self.ring:
                 ring = self._check_state(state)
             ahead = copy.deepcopy(state.get("ahead", []))
+
             # Sampler and writer first: a custom one may refuse its state, and rows cannot be rolled back.
             before = self.sampler.state_dict(), self.writer.state_dict()
+
             try:
                 if state["ring"] is None:
                     self.sampler.emptied()
@@ -765,6 +831,7 @@ class ReplayBuffer(Facts):
                 self.writer.load_state_dict(state["writer"])
                 keys = state["keys"]
                 first = not self.started
+
                 if state["ring"] is None:
                     self._count_by(ring)
                 else:
@@ -774,9 +841,14 @@ class ReplayBuffer(Facts):
                     elif not self.storage.loads_whole:
                         # Prevent readers, also in other processes, from seeing a mixture of old and new rows.
                         self._count_by(self.writer.ring(ring.capacity, keys is not None))
+
                     self.storage.load_state_dict(state["storage"])
                     self.storage.use_ring(ring, self._unshareable_part(ring), first)
-                    self.ring, self.markers = ring, None if keys is None else BoundaryKeys.from_plain(keys)
+                    if keys is None:
+                        markers = None
+                    else:
+                        markers = BoundaryKeys.from_plain(keys)
+                    self.ring, self.markers = ring, markers
                     self.started = True
             except BaseException:
                 self.sampler.load_state_dict(before[0])
@@ -784,6 +856,7 @@ class ReplayBuffer(Facts):
                 if not len(self.ring):  # the copy was interrupted
                     self.sampler.emptied()
                 raise
+
             if self.generator is not None:
                 self.generator.set_state(state["generator"])
             if self._prefetcher is not None:
@@ -893,11 +966,17 @@ class ReplayBuffer(Facts):
         packer = Packer()
         packer.add("others", dict(others))  # refuse unsupported values before writing rows
         checkpointer = checkpointer_of(self.storage)
+
         # Block writers until everything is copied, because they may write rows out of order, or the first
         # rows with a new ring.
         alone = not self.ring.in_order or not self.started
         ahead = self.made_ahead() if alone else []
-        with self.write_lock if alone else nullcontext():
+        if alone:
+            lock = self.write_lock
+        else:
+            lock = nullcontext()
+
+        with lock:
             ring = self.ring
 
             def rows() -> tuple[int, int]:
@@ -909,15 +988,23 @@ class ReplayBuffer(Facts):
                 if not alone:
                     # Without a lock, because the prefetching threads may wait for it.
                     ahead = self.made_ahead()
-                with nullcontext() if alone else self.write_lock:
+
+                if alone:
+                    lock = nullcontext()
+                else:
+                    lock = self.write_lock
+
+                with lock:
                     if ring is not self.ring:
                         raise RuntimeError(
                             "the buffer was emptied or loaded while it was saved: nothing was saved"
                         )
+
                     head, end = ring.saved_rows
                     save.hold(head, end)
                     with self.lock:  # the readers' lock as well, because a draw changes the sampler
                         tables = self.tables(ahead)
+
                 packer.add("buffer", tables)
                 return save.publish(packer, {"kind": "buffer", "buffer": repr(self), "rows": end - head})
 
@@ -941,6 +1028,7 @@ class ReplayBuffer(Facts):
                 )
             if not isinstance(state, dict) or not isinstance(state.get("storage"), dict):
                 raise damaged(f"it is a {type(state).__name__}")
+
             with self.write_lock, self.lock:
                 ring = self._saved_ring(state)
             if state["ring"] is not None:
@@ -959,7 +1047,11 @@ class ReplayBuffer(Facts):
 
         def apply() -> None:
             # If the state is empty, the ring continues the row numbers of the buffer that loads it.
-            self._load(state, None if state["ring"] is None else ring, checked_for)
+            if state["ring"] is None:
+                loaded = None
+            else:
+                loaded = ring
+            self._load(state, loaded, checked_for)
             saved.folder = folder
             saved.note(self.ring)
 
@@ -971,13 +1063,28 @@ class ReplayBuffer(Facts):
 
     def tables(self, ahead: list[Any]) -> dict[str, Any]:
         """Return the state without the rows; ``ahead`` are prefetched samples. The caller holds both locks."""
+        if self.started:
+            ring = self.ring.state_dict()
+        else:
+            ring = None
+
+        if self.markers is None:
+            keys = None
+        else:
+            keys = self.markers.to_plain()
+
+        if self.generator is None:
+            generator = None
+        else:
+            generator = self.generator.get_state()
+
         return {
             "storage": self.storage.tables(self.ring.pool_size),
-            "ring": self.ring.state_dict() if self.started else None,
-            "keys": None if self.markers is None else self.markers.to_plain(),
+            "ring": ring,
+            "keys": keys,
             "sampler": self.sampler.state_dict(),
             "writer": self.writer.state_dict(),
-            "generator": None if self.generator is None else self.generator.get_state(),
+            "generator": generator,
             "ahead": ahead,
         }
 
@@ -1000,31 +1107,38 @@ class ReplayBuffer(Facts):
             raise ValueError(
                 f"state is not that of a ReplayBuffer: it lacks {sorted(missing)}, and has {sorted(state)}"
             )
+
         check_saved_generator(state["generator"], self.generator, "buffer")
+
         for made in state.get("ahead", []):
             if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[1], dict)):
                 raise damaged("its prefetched samples are invalid")
+
         if state["keys"] is not None:
             BoundaryKeys.from_plain(state["keys"])
         ring = self._saved_ring(state) if ring is None else ring
         if state["ring"] is not None:
             self.storage.check_state_dict(state["storage"], ring)
         self.sampler.check_state_dict(state["sampler"], ring)
+
         return ring
 
     def _saved_ring(self, state: dict[str, Any]) -> Ring:
         """Return the ring for the rows of ``state``; raise if it does not fit this buffer."""
         if state["ring"] is None:
             return self._empty_ring()
+
         needs_index = self._needs_index()
         if needs_index is not None and state["keys"] is None:
             raise ValueError(
                 f"the state was saved without a trajectory index, which {needs_index} needs: load it into a buffer "
                 "like the saved one, and extend this buffer with other.oldest_first()"
             )
+
         capacity = whole_number("capacity", state["ring"]["capacity"])
         if capacity > self.storage.most_rows:  # before allocating tables of that size
             raise other_capacity(capacity, self.storage.max_size)
+
         ring = self.writer.ring(capacity, state["keys"] is not None)
         ring.load_state_dict(state["ring"])
         self.storage.check_tables(state["storage"], ring)
@@ -1047,13 +1161,19 @@ class ReplayBuffer(Facts):
         """Return the name of the part that needs a trajectory index (for errors), or None."""
         if self.sampler.needs_index:
             return type(self.sampler).__name__
+
         ahead = (type(transform).__name__ for transform in self.transforms if reads_others(transform))
-        return next(ahead, "compact_obs=True" if self.storage.compact_obs else None)
+        if self.storage.compact_obs:
+            option = "compact_obs=True"
+        else:
+            option = None
+        return next(ahead, option)
 
     def _unshareable_part(self, ring: Ring) -> str | None:
         """Return the name of the part whose state other processes cannot see (for errors), or None."""
         if isinstance(ring, TrajectoryIndex):
             return "a trajectory index"
+
         names = [type(part).__name__ for part in (self.sampler, self.writer) if part.stateful]
         if type(ring) is not Ring:
             names.append(type(ring).__name__)
@@ -1110,10 +1230,12 @@ class ReplayBuffer(Facts):
         self._prefetcher: Prefetcher[Any] | None = Prefetcher(self.prefetch) if self.prefetch else None
         if self._prefetcher is not None and ahead:
             self._prefetcher.replace(ahead)
+
         # The process that created these locks, and the process that enter_process was called for.
         self._process = self._ready_in = os.getpid()
         # Raises an error of the thread that writes into the buffer.
         self._failure: Callable[[], Any] | None = None
+
         # Step writers that may hold waiting steps.
         self.step_writers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.storage.attach(self)
@@ -1132,10 +1254,12 @@ class ReplayBuffer(Facts):
         process = os.getpid()
         if self._ready_in == process:
             return
+
         if self._process != process:
             # The lock may be held by a thread that does not exist in this process and would never release it.
             self.storage.enter_process()
             self._make_locks()
+
         self._ready_in = process
         reseed_in_worker(self.generator)
         tell = self._failure
@@ -1163,6 +1287,7 @@ class ReplayBuffer(Facts):
                 raise ValueError(
                     f"the {type(part).__name__} already belongs to another buffer: make one for each buffer"
                 )
+
         _USERS.update({part: weakref.ref(self) for part in (self.sampler, self.writer)})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -1189,6 +1314,7 @@ class ReplayBuffer(Facts):
             {"_home": os.getpid()} | {name: x for name, x in state.items() if name != "ahead"}
         )
         self._make_locks(ahead)
+
         # A DataLoader worker can be recognised only at the first use: unpickling happens too early.
         self._ready_in = 0
         self.storage.reattach(self.ring)
@@ -1205,6 +1331,7 @@ class ReplayBuffer(Facts):
         other._home = os.getpid()
         other._make_locks(ahead)
         other.storage.reattach(other.ring)
+
         return other
 
     def _store_steps(self) -> None:

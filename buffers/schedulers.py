@@ -37,10 +37,12 @@ class ParameterScheduler(ABC):
             number("max_value", max_value, above=-math.inf)
         if min_value is not None and max_value is not None and min_value > max_value:
             raise ValueError(f"min_value must be at most max_value, got {min_value} and {max_value}")
+
         self.obj = obj.sampler if isinstance(obj, ReplayBuffer) else obj
         self.param_name = expect("param_name", param_name, str, "the name of an attribute")
         if not hasattr(self.obj, param_name):
             raise AttributeError(f"obj must have an attribute {param_name!r}, got {type(self.obj).__name__}")
+
         self.min_value = -math.inf if min_value is None else min_value
         self.max_value = math.inf if max_value is None else max_value
         self.initial_value = float(number(param_name, getattr(self.obj, param_name)))
@@ -55,9 +57,8 @@ class ParameterScheduler(ABC):
         self.steps += 1
         current = getattr(self.obj, self.param_name)
         value = min(max(self.value(float(current)), self.min_value), self.max_value)
-        setattr(
-            self.obj, self.param_name, current.new_tensor(value) if isinstance(current, Tensor) else value
-        )
+        new = current.new_tensor(value) if isinstance(current, Tensor) else value
+        setattr(self.obj, self.param_name, new)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the steps so far and the initial value; the attribute itself is part of its object's state."""

@@ -104,11 +104,14 @@ class TensorDictReplayBuffer(ReplayBuffer):
         """The priorities that new rows come with, checked: (which rows, their values ``[n, ...]``)."""
         if not has_priorities(self.sampler):
             return []
+
         column = rows.columns.get(self.priority_key)
         priorities = [] if column is None else [(slice(None), column)]
+
         for i, item in enumerate(rows.items):  # with a ListStorage each item may have one
             if (value := item.get(self.priority_key, None)) is not None:
                 priorities.append((slice(i, i + 1), value[None]))
+
         for part, priority in priorities:
             if not bool(((priority >= 0) & (priority < math.inf)).all()):
                 raise ValueError(
@@ -117,6 +120,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
                     f"[{part.start or 0}:{part.stop or ''}]: it is the priority_key; pass abs(td_error), or "
                     "another priority_key"
                 )
+
         return priorities
 
     @override
@@ -130,6 +134,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
                 entries = {key: _spread(entry[i : i + 1], item.batch_size)[0] for key, entry in info.items()}
                 values[i] = item.clone(recurse=False).update(entries)
             return values
+
         assert isinstance(self.storage.structure, TensorDicts)
         device = next(iter(values.values())).device
         for key, entry in info.items():
@@ -155,12 +160,15 @@ class TensorDictReplayBuffer(ReplayBuffer):
         index = data.get(_INDEX, None)
         priority = data.get(self.priority_key, None)
         generation = data.get(_GENERATION, None)
+
         if index is None or priority is None:
+            missing = _INDEX if index is None else self.priority_key
             raise KeyError(
-                f"data has no entry {_INDEX if index is None else self.priority_key!r}: update_tensordict_priority "
+                f"data has no entry {missing!r}: update_tensordict_priority "
                 f"takes a sample of this buffer, with its {_INDEX!r} and with the new priorities in "
                 f"{self.priority_key!r} (priority_key)"
             )
+
         # Batch dims of a stored item: 0 for rows, 1 for whole trajectories.
         inner = 0
         structure = self.storage.structure
@@ -174,6 +182,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
                 f"data has batch size {list(data.batch_size)}, items have {inner} batch dimensions of their own: pass "
                 "the sample in its original shape"
             )
+
         self.update_priority(
             _one_each(index, dims, inner),
             priority.reshape(math.prod(priority.shape[:dims]), *priority.shape[dims:]),
@@ -275,6 +284,7 @@ def _one_each(entry: Tensor, dims: int, inner: int) -> Tensor:
     items = entry.reshape(math.prod(entry.shape[:dims]), *entry.shape[dims:])
     if not inner:
         return items
+
     first = items.flatten(1, inner)[:, 0]
     # All steps of an item must refer to the same stored item.
     if not bool((items == _spread(first, items.shape[1 : 1 + inner])).all()):

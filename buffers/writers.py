@@ -211,14 +211,18 @@ class TensorDictMaxValueWriter(Writer):
         assert isinstance(ring, RankedRing)
         # Items of a list may differ in shape and are reduced one by one; columns [N, ...] all at once.
         parts = [item.get(self.rank_key)[None] for item in rows.items]
+
         reduced = []
         for part in parts or [rows.columns[self.rank_key]]:
             values = part.detach().to("cpu", torch.float64)
             if values.ndim > 1:
                 values = getattr(values.flatten(1), _REDUCTIONS[self.reduction])(1)
-            reduced.append(
-                values if isinstance(values, Tensor) else values.values
-            )  # median also returns indices
+            if isinstance(values, Tensor):
+                column = values
+            else:
+                column = values.values
+            reduced.append(column)  # median also returns indices
+
         ranks = torch.cat(reduced)  # float64 [N]
         nan = ranks.isnan()
         if bool(nan.any()):
@@ -231,7 +235,12 @@ _REDUCTIONS = {"sum": "sum", "max": "amax", "min": "amin", "mean": "mean", "medi
 
 def check_tensordicts(batch: object, who: str, instead: str) -> None:
     """Raise TypeError unless ``batch`` is a tensordict or a list of tensordicts."""
-    for item in batch if isinstance(batch, list) else [batch]:
+    if isinstance(batch, list):
+        items = batch
+    else:
+        items = [batch]
+
+    for item in items:
         if not isinstance(item, TensorDictBase):
             raise TypeError(f"{who} takes tensordicts, got {type(item).__name__}: {instead}")
 
@@ -242,6 +251,7 @@ def check_rows(batch: TensorDictBase, ndim: int) -> None:
         raise ValueError("batch has batch size []: use add for one row, or batch.unsqueeze(0)")
     if batch.batch_dims != ndim or batch.get(MASK, None) is None:
         return
+
     padding = ~marker(batch, MASK)
     if bool(padding.any()):
         raise ValueError(
@@ -264,6 +274,7 @@ def before_storing(
     given = _versions(data)  # keeps the tensors alive, so that their ids are not reused
     data = apply_inverses(transforms, data, final)
     kept = {(id(value), version) for value, version in given.values()}
+
     for key, (value, version) in _versions(data).items():
         if (id(value), version) not in kept:
             not_compared.add(without_next(key))

@@ -39,14 +39,22 @@ def keys_written_by(actor: TensorDictModuleBase) -> dict[str, Any]:
     heads: list[Any] = [part for part in actor.modules() if isinstance(part, ProbabilisticTensorDictModule)]
     if not heads:
         return {}
+
     # the distribution is that of the last part, unless the actor declares one over all sampling parts
     sampler: Any = actor if getattr(actor, "return_composite", False) else heads[-1]
     keys: dict[str, Any] = {"action": list(sampler.dist_sample_keys)}
+
     # raises if the actor was built under another set_composite_lp_aggregate
     with suppress(RuntimeError):
         log_prob_keys = list(sampler.log_prob_keys)
         # several parts may share one log-probability entry, which the loss finds itself
-        keys |= {"sample_log_prob": log_prob_keys} if len(log_prob_keys) == 1 else {}
+        if len(log_prob_keys) == 1:
+            shared = {"sample_log_prob": log_prob_keys}
+        else:
+            shared = {}
+
+        keys |= shared
+
     return keys
 
 
@@ -96,6 +104,7 @@ def distribution_for(
         work = batch if readers is None else shallow_copy(batch)
         return whole.get_dist(work), work
     head, work, outputs = ready
+
     return build_distribution(head, work, outputs), work
 
 
@@ -135,6 +144,7 @@ def log_prob_of(
             log_prob = dist.log_prob(action)
         else:
             log_prob = score(dist, action, base)
+
     squashes = isinstance(dist, (TransformedDistribution, Independent))
     if squashes and base is None and warn is not None and not warn.warned and on_host(action):
         lost = saturated(dist, action)
@@ -144,6 +154,7 @@ def log_prob_of(
                 "log-probability is wrong or NaN: collect with return_log_prob=True in the policy, so that the "
                 "Collector keeps the value before tanh ('base_sample')"
             )
+
     if log_prob is None or log_prob.shape != shape:
         raise ValueError(
             f"the action must have the shape {tuple(shape + dist.event_shape)} of the actor's "
@@ -164,6 +175,7 @@ def joint(log_prob: Tensor, batch: TensorDictBase) -> Tensor:
             f"the log-probability must have one number per row {list(shape)}, got {tuple(log_prob.shape)}: the "
             "batch size of the tensordict must be that of the rows, without feature dims"
         )
+
     extra = log_prob.ndim - len(shape)  # further dims are independent, so their log-probabilities add up
     if extra > 0:
         return log_prob.flatten(-extra).sum(-1)

@@ -89,6 +89,7 @@ def generalized_advantage_estimate(
     advantage, target = residual_scan(
         discount, discount * trace, *columns, terminated, ends, longest=series.longest
     )
+
     return series.restored(advantage), series.restored(target)
 
 
@@ -163,12 +164,14 @@ def td0_return_estimate(
     name, final = ("done", done) if terminated is None else ("terminated", terminated)
     if final is None:
         raise ValueError("pass terminated= (the rows that are not bootstrapped), or done=")
+
     series = TimeColumns(reward, time_dim, next_state_value=next_state_value)
     discount = series.factor("gamma", gamma)
     if isinstance(discount, Tensor) and discount.ndim:
         discount = series.restored(discount)
     # where(), not a product: values after a termination or with a discount of 0 may be NaN.
     bootstrap = readable(next_state_value, discount, series.expanded(name, final, flag=True))
+
     # reward + discount * bootstrap in one fused pass.
     if not isinstance(discount, Tensor):
         return torch.add(reward, bootstrap, alpha=discount)
@@ -295,11 +298,13 @@ def td_lambda_return_estimate(
             "rolling_gamma=False (one row's gamma for all later rewards) is not supported, as it is no recursion: "
             "leave it out, and use one gamma in each run, where True and False give the same"
         )
+
     series = TimeColumns(reward, time_dim, next_state_value=next_state_value)
     terminated, ends = series.flags(done, terminated, ends)
     discount = series.factor("gamma", gamma)
     trace = series.factor("lmbda", lmbda)
     columns = series.column(reward), series.column(next_state_value)
+
     return series.restored(return_scan(discount, trace, *columns, terminated, ends, longest=series.longest))
 
 
@@ -350,21 +355,25 @@ class TimeColumns:
         self.dtype = reward.dtype
         self.device = reward.device
         dims = reward.ndim
+
         for name, x in values.items():
             checks.dense_tensor(name, x, self.device, "the reward")
             if x.dtype is torch.bool:
                 raise TypeError(f"{name} must be floating, got {x.dtype}: cast it, e.g. with .float()")
+
         if any(x.shape != self.shape for x in values.values()):
             shapes = [tuple(x.shape) for x in (*values.values(), reward)]
             raise ValueError(
                 f"{join_words([*values, 'reward'])} must have one shape, got {join_words(shapes)}"
             )
+
         for x in values.values():
             self.dtype = torch.promote_types(self.dtype, x.dtype)
         if dims < 1:
             raise ValueError("reward must have at least one dim, time, got shape ()")
         if dims > 1 and not (isinstance(time_dim, int) and -dims <= time_dim < dims):
             raise ValueError(f"time_dim must name a dim of the reward {tuple(self.shape)}, got {time_dim!r}")
+
         self.time = 0 if dims == 1 else time_dim % dims
         self.longest = self.shape[self.time]
         # Whether only dims of size 1 follow time: then the memory is already in the order of the columns.
@@ -372,7 +381,11 @@ class TimeColumns:
 
     def column(self, x: Tensor) -> Tensor:
         """Flatten ``x``, of the reward's shape, a view if possible; floats are cast to the common dtype."""
-        column = (x if self._in_order else x.movedim(self.time, -1)).reshape(-1)
+        if self._in_order:
+            column = x
+        else:
+            column = x.movedim(self.time, -1)
+        column = column.reshape(-1)
         if x.dtype is torch.bool:
             return column
         return column.to(self.dtype)
@@ -392,6 +405,7 @@ class TimeColumns:
             raise TypeError(f"{name} must be bool, got {x.dtype}: cast it with .bool()")
         if x.shape == self.shape:
             return x
+
         rows = self.time + 1  # the number of dims in [*B, T]; later dims are features
         fits = x.ndim <= len(self.shape) and x.shape[:rows] == self.shape[:rows]
         if not fits or any(n not in (1, m) for n, m in zip(x.shape[rows:], self.shape[rows:], strict=False)):
@@ -419,11 +433,18 @@ class TimeColumns:
         """Return a discount or decay as a number or as a column, one per row; ValueError if outside [0, 1]."""
         if not isinstance(x, Tensor):
             return unit_interval(name, x)
-        checks.dense_tensor(name, x, self.device if x.ndim or not x.is_cpu else None, "the reward")
+
+        if x.ndim or not x.is_cpu:
+            device = self.device
+        else:
+            device = None
+        checks.dense_tensor(name, x, device, "the reward")
+
         # On a device the check would sync.
         if x.device.type == "cpu" and not is_tracing() and x.numel():
             for bound in x.detach().aminmax():
                 unit_interval(name, float(bound))
+
         x = x.to(self.dtype)
         if x.ndim:
             return self.column(factor_over(name, x, self.shape, self.time + 1))
@@ -525,9 +546,11 @@ def vtrace_advantage_estimate(
         checks.floating_tensor(name, column, series.device, "the reward")
     # pi / mu, computed in place of the difference of the logs.
     ratio = (series.expanded("log_pi", log_pi) - series.expanded("log_mu", log_mu)).exp_()
+
     for name, threshold in (("rho_thresh", rho_thresh), ("c_thresh", c_thresh)):
         if not isinstance(threshold, Tensor):
             checks.number(name, threshold, least=0)
+
     same = not isinstance(c_thresh, Tensor) and not isinstance(rho_thresh, Tensor) and c_thresh == rho_thresh
     # If both thresholds are equal, one weight serves for both. Autograd needs the unclipped ratio.
     rows = series.time + 1
@@ -537,6 +560,7 @@ def vtrace_advantage_estimate(
     weights = series.column(rho), series.column(c)
     columns = series.column(reward), series.column(state_value), series.column(next_state_value)
     advantage, target = vtrace_scan(discount, *weights, *columns, terminated, ends, longest=series.longest)
+
     return series.restored(advantage), series.restored(target)
 
 
@@ -551,6 +575,7 @@ def _clip_ratio(
         if read and not bool((threshold >= 0.0).all()):
             raise ValueError(f"{name} must be at least 0, got {threshold}")
         return torch.minimum(ratio, threshold.to(ratio.dtype))
+
     threshold = float(threshold)
     if in_place:
         return ratio.clamp_(max=threshold)

@@ -68,6 +68,7 @@ def zero_padding(batch: TensorDictBase, mask_key: NestedKey, keys: Iterable[Nest
     """
     copy = batch.copy()
     real = marker(batch, mask_key)
+
     for key in keys:
         column = batch.get(key, None)
         if column is not None and column.is_floating_point():
@@ -111,6 +112,7 @@ def standardized(column: Tensor, mask: Tensor | None) -> Tensor:
     else:
         deviation = masked_variance(column, mask, correction=1).sqrt()
         mean = masked_mean(column, mask)
+
     return (column - mean) / deviation.clamp(min=_LEAST_DEVIATION)
 
 
@@ -126,6 +128,7 @@ def standardized_in_groups(column: Tensor, groups: Tensor, mask: Tensor | None) 
     ids = torch.unique(groups, return_inverse=True)[1]
     ids = ids.reshape(*ids.shape, *[1] * (column.ndim - ids.ndim)).expand(column.shape).reshape(-1)
     flat = column.reshape(-1)
+
     if mask is None:
         real = torch.ones_like(flat, dtype=torch.bool)
     else:
@@ -153,12 +156,14 @@ def ratio_statistics(log_ratio: Tensor, mask: Tensor | None) -> dict[str, Tensor
     if mask is not None:
         count = mask.sum().clamp(min=1)
         real = log_ratio.masked_fill(~mask, -torch.inf)  # a ratio of 0 adds nothing to the sums
+
     # Relative to the largest, ratios lie in [0, 1], so neither they nor their squares overflow, and the
     # factor cancels in the ESS. The lower bound avoids -inf - (-inf) = NaN where no row counts.
     largest = real.max().clamp(min=torch.finfo(real.dtype).min)
     relative = (real - largest).exp()
     total = relative.sum()
     max_ratio = largest.exp()
+
     return {
         "kl_approx": masked_mean(-log_ratio, mask),
         "ESS": total.square() / relative.square().sum().clamp(min=1.0) / count,
@@ -191,11 +196,13 @@ class WarnOnce:
     def __call__(self, text: str) -> None:
         if self.warned:
             return
+
         self.warned = True
         # count frames up to the first one outside this package and torch, which is the user's
         inside = ("flatroll.estimators", "torch.", "tensordict.")
         level = 1
         frame = sys._getframe(0)
+
         while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith(inside):
             level = level + 1
             frame = frame.f_back

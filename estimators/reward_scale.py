@@ -94,6 +94,7 @@ class RewardScale(TensorDictModuleBase):
             self.clip = None
         else:
             self.clip = float(number("clip", clip, above=0))
+
         self.epsilon = float(number("epsilon", epsilon, above=0, below=math.inf))
         need_keys(in_key=in_key)
         need_keys(optional=True, out_key=out_key)
@@ -142,6 +143,7 @@ class RewardScale(TensorDictModuleBase):
         """
         if not self.training:
             return
+
         need_rows(batch)
         key = self.in_key
         reward = require(batch, key, REWARD)
@@ -149,6 +151,7 @@ class RewardScale(TensorDictModuleBase):
             raise ValueError(f"batch[{key!r}] must hold numbers, got {shown(reward)}")
         if not reward.is_floating_point():
             raise TypeError(f"batch[{key!r}] must be floating, got {reward.dtype}: cast it with .float()")
+
         home = reward.device
         rows = [
             flat_column(reward, batch, key).double(),
@@ -157,7 +160,10 @@ class RewardScale(TensorDictModuleBase):
         done = marker(batch, DONE)
         is_init = optional_marker(batch, IS_INIT)
         mask = optional_marker(batch, MASK)
-        rows += [done, torch.zeros_like(done) if is_init is None else is_init, torch.ones_like(done)]
+        if is_init is None:
+            is_init = torch.zeros_like(done)
+
+        rows += [done, is_init, torch.ones_like(done)]
         # Prepend each open trajectory as one row whose reward is its return so far. Sorting by id makes
         # trajectories contiguous.
         none = torch.zeros_like(self.open_ids, dtype=torch.bool)
@@ -169,9 +175,11 @@ class RewardScale(TensorDictModuleBase):
         ids, order = columns[1].sort(stable=True)
         if not len(ids):
             return
+
         given, _, done, first, counted = (x[order] for x in columns)
         markers: dict[NestedKey, Tensor] = {DONE: done, IS_INIT: first, TRAJ_IDS: ids}
         ends = run_ends(nest(markers, len(ids)))
+
         # The scan runs backward in time: on flipped rows the starts of runs are their ends.
         returns = segmented_scan(self.gamma, given.flip(0), starts_from(ends).flip(0)).flip(0)
         self.statistics.add((f"the return of batch[{key!r}]", returns, counted))
@@ -179,6 +187,7 @@ class RewardScale(TensorDictModuleBase):
         goes_on[:-1] &= ids[1:] != ids[:-1]  # the newest row of each trajectory
         if len(ids) > _MOST_OPEN:
             goes_on &= counted  # trajectories without rows in this batch may never continue
+
         self.open_ids, self.open_returns = (
             ids[goes_on].to(self.open_ids),
             returns[goes_on].to(self.open_returns),

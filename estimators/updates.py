@@ -103,6 +103,7 @@ class UpdateStep:
                 raise ValueError(
                     "updater must move the target networks of this loss, got one of another loss"
                 )
+
         checks.flags(compile=compile)
         checks.one_of("autocast", autocast, (None, torch.bfloat16), hint="float16 needs a GradScaler")
         trained = {id(x) for group in optimizer.param_groups for x in group["params"]}
@@ -110,12 +111,14 @@ class UpdateStep:
             raise ValueError(
                 "optimizer must hold parameters of the loss, got none: create it from loss.parameters()"
             )
+
         if type(optimizer) in (Adam, AdamW):
             for group in optimizer.param_groups:
                 chosen = any(group[name] is not None for name in ("fused", "foreach"))
                 fits = all(x.is_cpu and x.is_floating_point() for x in group["params"])
                 if fits and not (chosen or group["differentiable"] or group["capturable"]):
                     group["fused"] = True
+
         self.loss = loss
         self.optimizer = optimizer
         self.updater = updater
@@ -132,7 +135,11 @@ class UpdateStep:
     def __call__(self, batch: TensorDictBase) -> TensorDict:
         """Update the networks once on a batch ``[N]`` or ``[B, T]``; return the loss's detached outputs."""
         checks.need_rows(batch)
-        return self._update(batch, columns_read_by(self.loss, batch) if self.compiled else {})
+        if self.compiled:
+            columns = columns_read_by(self.loss, batch)
+        else:
+            columns = {}
+        return self._update(batch, columns)
 
     def epochs(
         self,
@@ -172,24 +179,29 @@ class UpdateStep:
                 "rows must be [B, T] for a recurrent network, which reads runs in order, got [N]: call the step on "
                 "samples of a SliceSampler instead"
             )
+
         if not columns or not len(rows):
             raise ValueError(
                 f"rows must not be empty and must have entries that {type(self.loss).__name__} reads, got "
                 f"{list(rows.shape)}"
             )
+
         place = next(iter(columns.values())).device
         found: list[TensorDict] = []
         for _ in range(epochs):
             drawn_on = place if generator is None else generator.device
             order = torch.randperm(len(rows), generator=generator, device=drawn_on).to(place)
+
             for some in torch.split(order, minibatch):
                 part = {key: column.index_select(0, some) for key, column in columns.items()}
                 batch = nest(part, len(some), *rows.batch_size[1:], device=device)
                 found.append(self._update(batch, part))
+
         numbers: dict[NestedKey, Tensor] = {
             key: torch.stack([x[key] for x in found])
             for key in found[0].keys()  # noqa: SIM118 (a tensordict's iter is over rows)
         }
+
         return nest(numbers, len(found))
 
     def _update(self, batch: TensorDictBase, columns: Columns) -> TensorDict:
@@ -207,6 +219,7 @@ class UpdateStep:
                     "torch.compile(loss, fullgraph=True)(batch) shows torch's whole message"
                 )
                 warnings.warn(text, UserWarning, stacklevel=3)
+
         if self.updater is not None:
             self.updater.step()
         return losses
@@ -217,6 +230,7 @@ class UpdateStep:
         for parameter in parameters:  # like optimizer.zero_grad(), but without its profiling
             parameter.grad = None
         total.backward()  # type: ignore[no-untyped-call]
+
         if self.max_grad_norm is not None:
             gradients = [x.grad for x in parameters if x.grad is not None]
             if len({x.device for x in gradients}) > 1:
@@ -225,6 +239,7 @@ class UpdateStep:
                 norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
                 factor = clip_factor(norms, self.max_grad_norm)
                 torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+
         self.optimizer.step()
         return nest({key: value.detach() for key, value in numbers.items()})
 
@@ -233,7 +248,8 @@ class UpdateStep:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Call the loss; return the sum of its losses, and all that it returns."""
         kind = next(self.loss.parameters()).device.type
-        with nullcontext() if self.autocast is None else torch.autocast(kind, self.autocast):
+        precision = nullcontext() if self.autocast is None else torch.autocast(kind, self.autocast)
+        with precision:
             numbers: dict[str, Tensor] = dict(loss(batch).items())
         losses = [value for key, value in numbers.items() if key.startswith("loss")]
         if not losses or losses[0].ndim:
@@ -241,6 +257,7 @@ class UpdateStep:
                 f"loss must return scalars named 'loss' or 'loss_*', got {[*numbers]} from "
                 f"{type(self.loss).__name__}(reduction={self.loss.reduction!r}): use 'mean' or 'sum'"
             )
+
         total = losses[0]
         for value in losses[1:]:
             total = total + value
@@ -253,10 +270,16 @@ def _where(error: RuntimeError) -> str:
     frames = re.findall(r'File "([^"]+)", line (\d+)', text.partition("from user code")[2])
     own = [frame for frame in frames if not frame[0].startswith((sys.prefix, sys.base_prefix))] or frames
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [repr(error)]
+
     # "backend='inductor' raised:" and what it raised
-    first = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+    if lines[0].endswith(":"):
+        number = 2
+    else:
+        number = 1
+    first = " ".join(lines[:number])
     reason = next((line for line in lines if line.startswith("Explanation: ")), first)
     place = " at {}:{}".format(*own[-1]) if own else ""
+
     return f"{place}: {reason.removeprefix('Explanation: ')}"
 
 
@@ -277,8 +300,14 @@ def columns_read_by(loss: LossModule, batch: TensorDictBase) -> dict[NestedKey, 
         elif isinstance(entry, TensorDictBase):  # an action of several parts, or parameters of a distribution
             prefix = (key,) if isinstance(key, str) else key
             inner: list[Any] = list(entry.keys(True, True))
+
             for name in inner:
-                found[(*prefix, *((name,) if isinstance(name, str) else name))] = entry.get(name)
+                if isinstance(name, str):
+                    path = (name,)
+                else:
+                    path = name
+                found[(*prefix, *path)] = entry.get(name)
+
     return found
 
 
@@ -294,14 +323,19 @@ class _Graph:
         self.compiled_for: set[object] = set()
         hooked = step.optimizer._optimizer_step_pre_hooks or step.optimizer._optimizer_step_post_hooks
         self.applies = type(step.optimizer) in (Adam, AdamW) and not hooked
+
         # torch limits recompilations to 8 per code object, so each step gets its own
         code = _Graph._traced.__code__.replace()
         names = _Graph._traced.__globals__
         own = MethodType(FunctionType(code, names), self)
+
         cuda = next(step.loss.parameters()).is_cuda
-        self.run: Callable[..., Any] = torch.compile(
-            own, fullgraph=True, mode="reduce-overhead" if cuda else None
-        )
+        if cuda:
+            mode = "reduce-overhead"
+        else:
+            mode = None
+
+        self.run: Callable[..., Any] = torch.compile(own, fullgraph=True, mode=mode)
 
     def update(self, batch: TensorDictBase, columns: Columns) -> TensorDict:
         """Update once; compile first if the batch is of a new kind."""
@@ -311,6 +345,7 @@ class _Graph:
         if kind not in self.compiled_for:
             self._compile(columns, batch)
             self.compiled_for.add(kind)
+
         numbers, priorities, gradients = self._call(columns, dims, device)
         for priority in priorities:
             set_entry(batch, self.loss.key("priority"), priority)
@@ -319,6 +354,7 @@ class _Graph:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
             self.optimizer.step()
+
         return nest(numbers)
 
     def _compile(self, columns: Columns, batch: TensorDictBase) -> None:
@@ -332,14 +368,17 @@ class _Graph:
         print(f"flatroll: compiling the update of {name} (some ten seconds)", file=sys.stderr, flush=True)
         if not self.groups:
             self._find_parameters(batch)
+
         sizes = {size for x in (*self.loss.parameters(), *columns.values()) for size in x.shape}
         rows = next(number for number in range(97, 10**9, 2) if number not in sizes)
+
         longer: dict[Tensor, Tensor] = {}  # two entries may share a tensor
         for column in columns.values():
             if column not in longer:
                 index = torch.arange(rows, device=column.device) % len(column)
                 longer[column] = column.index_select(0, index)
                 torch._dynamo.mark_dynamic(longer[column], 0)
+
         moments = [x for group in self._moments() for column in group for x in column]
         with self._restoring(moments):
             self._call({key: longer[x] for key, x in columns.items()}, batch.batch_dims, batch.device)
@@ -349,12 +388,15 @@ class _Graph:
         """Find the parameters with gradients: torch.func returns zeros for the others, torch None."""
         if any(isinstance(module, DistributedDataParallel) for module in self.loss.modules()):
             raise RuntimeError("the hooks of DistributedDataParallel do not run in torch.func")
+
         names = {id(x): name for name, x in self.loss.named_parameters() if x.requires_grad}
         groups: list[Any] = self.optimizer.param_groups
         asked = [[x for x in group["params"] if id(x) in names] for group in groups]
+
         with self._restoring([]), torch.enable_grad():
             total, _ = self.step.losses_of(self.loss, batch.copy())
             found = torch.autograd.grad(total, [x for own in asked for x in own], allow_unused=True)
+
         reached = iter([gradient is not None for gradient in found])
         self.groups = [
             (group, [x for x in own if next(reached)]) for group, own in zip(groups, asked, strict=True)
@@ -386,18 +428,21 @@ class _Graph:
             for group, _ in self.groups:
                 rates.append(torch.as_tensor(group["lr"], dtype=torch.float32))
                 options.append(tuple(group[name] for name in names))
+
         parameters = [own for _, own in self.groups]
         out = self.run(columns, dims, device, parameters, self._moments(), rates, options)
         if not next(self.loss.parameters()).is_cuda:
             return out
         # a CUDA graph overwrites these results in the next update
         numbers, priorities, gradients = out
+
         return {key: x.clone() for key, x in numbers.items()}, [x.clone() for x in priorities], gradients
 
     def _moments(self) -> list[list[list[Tensor]]]:
         """For each group, and each name of :data:`_MOMENTS`, what Adam keeps for each parameter."""
         if not self.applies:
             return []
+
         state = self.optimizer.state
         if new := [x for _, own in self.groups for x in own if not state[x]]:
             self._begin(new)
@@ -443,8 +488,13 @@ class _Graph:
             value, numbers = self.step.losses_of(
                 lambda data: functional_call(self.loss, named, (data,)), batch
             )
+
             written = "priority" in self.loss.tensor_keys
-            return value, (numbers, [get_entry(batch, self.loss.key("priority"))] if written else [])
+            if written:
+                priorities = [get_entry(batch, self.loss.key("priority"))]
+            else:
+                priorities = []
+            return value, (numbers, priorities)
 
         with torch.no_grad():
             flat = [x.detach() for own in parameters for x in own]
@@ -452,9 +502,11 @@ class _Graph:
             if self.step.max_grad_norm is not None:
                 factor = clip_factor([gradient.norm() for gradient in gradients], self.step.max_grad_norm)
                 gradients = [gradient * factor for gradient in gradients]
+
             if not self.applies:
                 return numbers, priorities, gradients
             left = iter(gradients)
+
             for own, kept, rate, option in zip(parameters, moments, rates, options, strict=True):
                 (beta1, beta2), eps, weight_decay, amsgrad, maximize, decoupled = option
                 means, squares, largest, steps = kept
@@ -476,6 +528,7 @@ class _Graph:
                     maximize=maximize,
                     decoupled_weight_decay=decoupled,
                 )
+
         return numbers, priorities, []
 
 

@@ -51,6 +51,7 @@ def adapt_env(
     one_of("own_buffers", own_buffers, ("auto", True, False))
     if num_envs is not None:
         whole_number("num_envs", num_envs)
+
     adapted: VectorEnv[Any, Any, Any]
     if isinstance(env, VectorEnv) and find_stream(env) is not None:
         if (device, framework, autoreset_mode, final_obs, own_buffers) != (None, None, None, "auto", "auto"):
@@ -58,17 +59,13 @@ def adapt_env(
                 "env is adapted already, so device, framework, autoreset_mode, final_obs and own_buffers have no "
                 "effect here: pass them where it is adapted first, as_vector_env(bare_env, ...)"
             )
-        others = _float_dtypes(env.single_observation_space) - {None if dtype is None else str(dtype)[6:]}
-        if dtype is not None and others:
-            raise ValueError(
-                f"dtype={dtype} cannot be set here: env is adapted already, and its observations are "
-                f"{sorted(others)}. Pass it where the env is adapted first, as_vector_env(bare_env, "
-                f"dtype={dtype})"
-            )
+        if dtype is not None:
+            _refuse_late_dtype(env, dtype)
         adapted = env
     else:
         where = None if device is None else torch_device("device", device)
         source, mode = _choose_source(env, num_envs, where, _parse_mode(autoreset_mode), own_buffers)
+
         native = source.capabilities.framework
         placed = isinstance(source, JaxSource)
         if device is not None and native == "numpy" and framework != "torch" and not placed:
@@ -76,6 +73,7 @@ def adapt_env(
                 f"device={str(device)!r} is for tensors, and {type(env).__name__} returns NumPy arrays: add "
                 "framework='torch', or pass the device to the collector's policy_device or storing_device"
             )
+
         if framework == "torch" and native == "numpy":
             source = TorchView(source, where)
         elif framework not in (None, native):
@@ -85,9 +83,21 @@ def adapt_env(
         if dtype is not None:
             source = DtypeView(source, dtype)
         adapted = VectorStream(source, mode, final_obs=final_obs)
+
     if num_envs is not None and num_envs != adapted.num_envs:
         raise ValueError(f"num_envs={num_envs} was expected, but the env has {adapted.num_envs}")
     return adapted
+
+
+def _refuse_late_dtype(env: VectorEnv[Any, Any, Any], dtype: torch.dtype) -> None:
+    """Raise ValueError if an env that is adapted already returns floats of another dtype."""
+    others = _float_dtypes(env.single_observation_space) - {str(dtype)[6:]}
+    if others:
+        raise ValueError(
+            f"dtype={dtype} cannot be set here: env is adapted already, and its observations are "
+            f"{sorted(others)}. Pass it where the env is adapted first, as_vector_env(bare_env, "
+            f"dtype={dtype})"
+        )
 
 
 def find_stream(env: object) -> VectorStream | None:
@@ -105,6 +115,7 @@ def reset_in_same_step(env: VectorEnv[Any, Any, Any], max_steps: int | None = No
         asked = "autoreset='same_step'"
     else:
         asked = f"max_steps={max_steps}"
+
     for layer in layers(env):
         if isinstance(layer, VectorStream):
             if max_steps is not None or not layer.same_step:
@@ -143,11 +154,10 @@ def wrappers_within(env: object) -> Iterator[object]:
             for part in layer.envs:
                 yield from wrappers_within(part)
             return
+        elif isinstance(layer, gymnasium.Wrapper | VectorWrapper):
+            layer = layer.env
         else:
-            if isinstance(layer, gymnasium.Wrapper | VectorWrapper):
-                layer = layer.env
-            else:
-                layer = None
+            layer = None
 
 
 def _float_dtypes(space: spaces.Space[Any]) -> set[str]:
@@ -156,6 +166,7 @@ def _float_dtypes(space: spaces.Space[Any]) -> set[str]:
     if children:
         parts = children.values() if isinstance(children, dict) else children
         return set().union(*map(_float_dtypes, parts))
+
     if space.dtype is not None and space.dtype.kind == "f":
         return {str(space.dtype)}
     return set()
@@ -171,20 +182,14 @@ def _choose_source(
     """Return the adapter for the env's family and the autoreset mode (``mode`` if the user gave one)."""
     if isinstance(env, VectorSource):
         return env, mode or _declared_mode(env)
-    if is_from("torchrl", env):
-        raise TypeError(
-            f"env is torchrl's {type(env).__name__}, and torchrl envs are not supported: pass the Gymnasium env "
-            "itself, "
-            "gymnasium.make(...) or gymnasium.make_vec(...); flatroll's wrappers do what its transforms do"
-        )
-    if is_from("stable_baselines3", env) and not isinstance(env, gymnasium.Env):
-        raise TypeError(
-            f"env is a VecEnv of Stable-Baselines3, {type(env).__name__}, and hides how it resets: pass the "
-            "envs inside it with gymnasium.vector.SyncVectorEnv(functions) or gymnasium.make_vec(...), or the env "
-            "that FlatVecEnv was made from"
-        )
+
     _refuse_other_interfaces(env)
-    functional = env if isinstance(env, FunctionalEnv) else (as_functional(env) if family_of(env) else None)
+
+    functional: FunctionalEnv | None = None
+    if isinstance(env, FunctionalEnv):
+        functional = env
+    elif family_of(env):
+        functional = as_functional(env)
     if functional is not None:
         if mode not in (None, AutoresetMode.SAME_STEP):
             raise ValueError(
@@ -197,57 +202,22 @@ def _choose_source(
                 "batched: call as_vector_env(env, num_envs=...) before you pass it to a collector or wrapper"
             )
         return JaxSource(functional, count, device), AutoresetMode.SAME_STEP
+
     base = getattr(env, "unwrapped", env)
-    # ManiSkill's base env has neither autoreset nor a time limit.
-    wrapped = isinstance(env, gymnasium.Wrapper)
-    left_alone = is_from("mani_skill", base) and not isinstance(env, VectorEnv)
-    if left_alone and (wrapped or mode is not AutoresetMode.DISABLED):
-        raise TypeError(
-            f"env is ManiSkill's {type(base).__name__} without its vector env, which resets it and applies the time "
-            "limit of gym.make: pass mani_skill.vector.wrappers.gymnasium.ManiSkillVectorEnv(gym.make(...)), or "
-            "gymnasium.vector.SyncVectorEnv([lambda: CPUGymWrapper(gym.make(...))])"
-        )
+    _refuse_bare_maniskill(env, base, mode)
     if isinstance(env, gymnasium.Wrapper) and (isinstance(base, VectorEnv) or _is_batched(base)):
         env = _without_checkers(env)
+
     if is_from("envpool", base):
-        if not hasattr(type(env), "observation_space"):  # env.observation_space would warn
-            raise TypeError(
-                f"env is envpool's {type(env).__name__} with the interface of dm_env: make the same task with "
-                "envpool.make_gymnasium(...)"
-            )
-        if env is not base:
-            raise TypeError(
-                f"env is {type(env).__name__} around an envpool, whose spaces are those of a single env: put "
-                "as_vector_env(envpool_env) inside, and the wrapper around it"
-            )
-        if mode not in (None, AutoresetMode.NEXT_STEP):
-            raise ValueError(
-                f"autoreset_mode={mode.value!r} is not possible here: an envpool is always 'NextStep'"
-            )
+        _refuse_unfit_pool(env, base, mode)
         return pool_source(env), AutoresetMode.NEXT_STEP
     if is_from("vmas", env) and hasattr(env, "scenario"):
         return VmasSource(env), AutoresetMode.DISABLED
     if not isinstance(env, VectorEnv) and (games := parallel_envs(env)) is not None:
         return PettingZooSource(games), AutoresetMode.NEXT_STEP
+
     if isinstance(env, VectorEnv):
-        lacks = [
-            name for name in ("single_observation_space", "single_action_space") if not hasattr(env, name)
-        ]
-        if lacks:
-            raise TypeError(
-                f"env must have {' and '.join(lacks)} (Gymnasium spaces of one env), which the vector env "
-                f"{type(env).__name__} lacks: set them on it, or write a flatroll.wrappers.VectorSource"
-            )
-        if isinstance(base, AsyncVectorEnv | SyncVectorEnv) and ADAPTED in base.metadata:
-            raise ValueError(
-                f"the envs inside {type(base).__name__} are vector envs, as flatroll's wrappers (NextObservationDelta, "
-                "StepCounter, ...) make them: put these wrappers around the whole, wrapper(AsyncVectorEnv([...]))"
-            )
-        mode = _own_mode(env, mode)
-        if getattr(base, "device", None) is not None:
-            return TorchSource(env, mode, device, own_buffers), mode
-        _refuse_known_defects(env, mode)
-        return GymSource(env, mode, own_buffers), mode
+        return _vector_source(env, base, device, mode, own_buffers)
     if _is_batched(env):
         mode = _own_mode(env, mode)
         return TorchSource(env, mode, device, own_buffers), mode
@@ -256,18 +226,76 @@ def _choose_source(
         source = GymSource(_OneEnv(env), AutoresetMode.DISABLED, own_buffers is True)
         source.stepped = env
         return source, AutoresetMode.DISABLED
-    if callable(env) and not hasattr(env, "step"):
-        way_out = ": call the factory first"
-    else:
-        way_out = ""
+
+    way_out = ""
     if isinstance(env, str):
         way_out = f": gymnasium.make_vec({env!r}, num_envs=..., vectorization_mode='sync') makes one"
     elif isinstance(env, list | tuple):
         way_out = ": gymnasium.vector.SyncVectorEnv(...) makes one of a list of functions"
+    elif callable(env) and not hasattr(env, "step"):
+        way_out = ": call the factory first"
     raise TypeError(
         "env must be a gymnasium.Env, a gymnasium.vector.VectorEnv, an envpool or a torch env with num_envs, "
         f"reset and step, got {qualified_name(env)}{way_out}"
     )
+
+
+def _refuse_bare_maniskill(env: object, base: object, mode: AutoresetMode | None) -> None:
+    """Raise TypeError for a ManiSkill env outside its vector env, unless nothing is expected to reset it."""
+    # ManiSkill's base env has neither autoreset nor a time limit.
+    left_alone = is_from("mani_skill", base) and not isinstance(env, VectorEnv)
+    if left_alone and (isinstance(env, gymnasium.Wrapper) or mode is not AutoresetMode.DISABLED):
+        raise TypeError(
+            f"env is ManiSkill's {type(base).__name__} without its vector env, which resets it and applies the time "
+            "limit of gym.make: pass mani_skill.vector.wrappers.gymnasium.ManiSkillVectorEnv(gym.make(...)), or "
+            "gymnasium.vector.SyncVectorEnv([lambda: CPUGymWrapper(gym.make(...))])"
+        )
+
+
+def _refuse_unfit_pool(env: object, base: object, mode: AutoresetMode | None) -> None:
+    """Raise for an envpool with the interface of dm_env, inside a wrapper, or in another autoreset mode."""
+    if not hasattr(type(env), "observation_space"):  # env.observation_space would warn
+        raise TypeError(
+            f"env is envpool's {type(env).__name__} with the interface of dm_env: make the same task with "
+            "envpool.make_gymnasium(...)"
+        )
+    if env is not base:
+        raise TypeError(
+            f"env is {type(env).__name__} around an envpool, whose spaces are those of a single env: put "
+            "as_vector_env(envpool_env) inside, and the wrapper around it"
+        )
+    if mode not in (None, AutoresetMode.NEXT_STEP):
+        raise ValueError(
+            f"autoreset_mode={mode.value!r} is not possible here: an envpool is always 'NextStep'"
+        )
+
+
+def _vector_source(
+    env: VectorEnv[Any, Any, Any],
+    base: Any,
+    device: torch.device | None,
+    mode: AutoresetMode | None,
+    own_buffers: bool | str,
+) -> tuple[VectorSource, AutoresetMode]:
+    """Return the adapter of a Gymnasium vector env and its autoreset mode."""
+    lacks = [name for name in ("single_observation_space", "single_action_space") if not hasattr(env, name)]
+    if lacks:
+        raise TypeError(
+            f"env must have {' and '.join(lacks)} (Gymnasium spaces of one env), which the vector env "
+            f"{type(env).__name__} lacks: set them on it, or write a flatroll.wrappers.VectorSource"
+        )
+    if isinstance(base, AsyncVectorEnv | SyncVectorEnv) and ADAPTED in base.metadata:
+        raise ValueError(
+            f"the envs inside {type(base).__name__} are vector envs, as flatroll's wrappers (NextObservationDelta, "
+            "StepCounter, ...) make them: put these wrappers around the whole, wrapper(AsyncVectorEnv([...]))"
+        )
+
+    mode = _own_mode(env, mode)
+    if getattr(base, "device", None) is not None:
+        return TorchSource(env, mode, device, own_buffers), mode
+
+    _refuse_known_defects(env, mode)
+    return GymSource(env, mode, own_buffers), mode
 
 
 class _OneEnv(SyncVectorEnv):
@@ -303,6 +331,7 @@ def _is_batched(env: object) -> bool:
     """
     if not isinstance(env, gymnasium.Env):
         return hasattr(env, "num_envs") and hasattr(env, "step")
+
     rows = ("single_observation_space", "single_action_space", "get_observations")
     own = [name for name in ("num_envs", *rows) if getattr_static(env, name, None) is not None]
     return own[:1] == ["num_envs"] and len(own) > 1
@@ -334,18 +363,25 @@ def _own_mode(env: Any, mode: AutoresetMode | None) -> AutoresetMode:
     base = getattr(env, "unwrapped", env)
     for owner in (env, getattr(base, "cfg", None)):
         resets = getattr(owner, "auto_reset", None)
-        if isinstance(resets, bool):
-            if mode is None and not resets:
-                return AutoresetMode.DISABLED
-            if mode is None and is_from("mani_skill", env):
-                return AutoresetMode.SAME_STEP
-            mode = mode or _declared_mode(env)
-            if resets == (mode is AutoresetMode.DISABLED):
-                raise ValueError(
-                    f"autoreset_mode={mode.value!r} is not what {type(env).__name__} does: its auto_reset is {resets}. "
-                    f"Pass autoreset_mode={'SameStep' if resets else 'Disabled'!r}, or make it with "
-                    f"auto_reset={not resets}"
-                )
+        if not isinstance(resets, bool):
+            continue
+
+        if mode is None and not resets:
+            return AutoresetMode.DISABLED
+        if mode is None and is_from("mani_skill", env):
+            return AutoresetMode.SAME_STEP
+
+        mode = mode or _declared_mode(env)
+        if resets == (mode is AutoresetMode.DISABLED):
+            if resets:
+                fitting = "SameStep"
+            else:
+                fitting = "Disabled"
+            raise ValueError(
+                f"autoreset_mode={mode.value!r} is not what {type(env).__name__} does: its auto_reset is {resets}. "
+                f"Pass autoreset_mode={fitting!r}, or make it with auto_reset={not resets}"
+            )
+
     return mode or _declared_mode(env)
 
 
@@ -360,9 +396,11 @@ def _declared_mode(env: object) -> AutoresetMode:
                 f"metadata['autoreset_mode'] is {told.value!r}. Pass the right one, as_vector_env(env, "
                 f"autoreset_mode={own.value!r})"
             )
+
         declared = own or told
         if declared is not None:
             return declared
+
     declared = _parse_mode(getattr(getattr(env, "cfg", None), "autoreset_mode", None))
     if declared is None:
         name = type(getattr(env, "unwrapped", env)).__name__
@@ -379,6 +417,7 @@ def _own_attribute(layer: object) -> AutoresetMode | None:
     # Static: a wrapper's __getattr__ would answer for the env inside.
     if getattr_static(layer, "autoreset_mode", None) is None:
         return None
+
     mode = getattr(layer, "autoreset_mode", None)
     if isinstance(mode, AutoresetMode | str):
         return _parse_mode(mode)
@@ -398,6 +437,7 @@ def _own_metadata(layer: object) -> AutoresetMode | None:
         inner = None
     if not isinstance(metadata, Mapping) or metadata is inner:
         return None
+
     # Gymnasium before 1.4 gives Sync and Async envs the metadata of their sub-envs' class.
     if isinstance(layer, SyncVectorEnv | AsyncVectorEnv):
         return None
@@ -410,6 +450,7 @@ def _parse_mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
     """Parse an autoreset mode's name, in any spelling: ``"SameStep"``, ``"same_step"``."""
     if mode is None or isinstance(mode, AutoresetMode):
         return mode
+
     plain = str(getattr(mode, "value", mode)).replace("_", "").lower()
     for known in AutoresetMode:
         if known.value.lower() == plain:
@@ -424,6 +465,7 @@ def _refuse_known_defects(env: VectorEnv[Any, Any, Any], mode: AutoresetMode) ->
             "gymnasium's FunctionalJaxVectorEnv (phys2d/*) discards the step of all other envs when one env "
             "resets, even inside a wrapper: adapt the env first, wrapper(as_vector_env(phys2d_env))"
         )
+
     for layer in layers(env):
         converts = _is_known(layer, "NumpyToTorch", "ArrayConversion")
         if converts and mode is AutoresetMode.SAME_STEP:
@@ -431,14 +473,27 @@ def _refuse_known_defects(env: VectorEnv[Any, Any, Any], mode: AutoresetMode) ->
                 "NumpyToTorch fails on the first episode end of a SAME_STEP env: leave it out and pass "
                 "framework='torch' to as_vector_env"
             )
+
     if mode is AutoresetMode.DISABLED:
         _refuse_statistics(env, "a DISABLED env")
 
 
 def _refuse_other_interfaces(env: object) -> None:
     """Raise TypeError for envs of packages with another interface, and name the package and the way out."""
+    if is_from("torchrl", env):
+        raise TypeError(
+            f"env is torchrl's {type(env).__name__}, and torchrl envs are not supported: pass the Gymnasium env "
+            "itself, gymnasium.make(...) or gymnasium.make_vec(...); flatroll's wrappers do what its transforms do"
+        )
     if isinstance(env, gymnasium.Env):
         return  # an env that derives from Gymnasium's in such a package is Gymnasium's, too
+    if is_from("stable_baselines3", env):
+        raise TypeError(
+            f"env is a VecEnv of Stable-Baselines3, {type(env).__name__}, and hides how it resets: pass the "
+            "envs inside it with gymnasium.vector.SyncVectorEnv(functions) or gymnasium.make_vec(...), or the env "
+            "that FlatVecEnv was made from"
+        )
+
     steps = hasattr(env, "step")
     way_out = None
     if is_from("pufferlib", env):
@@ -461,6 +516,7 @@ def _refuse_other_interfaces(env: object) -> None:
             "which has the interface of dm_env: shimmy.DmControlCompatibilityV0(env) converts dm_control's, other "
             "classes of shimmy those of bsuite and dm_lab"
         )
+
     if way_out is not None:
         raise TypeError(f"env is {qualified_name(env)}, {way_out}")
 

@@ -36,6 +36,7 @@ def is_parallel_env(env: object) -> bool:
     methods = ("observation_space", "action_space", "reset", "step")
     if isinstance(env, type) or not all(callable(getattr(env, name, None)) for name in methods):
         return False
+
     if hasattr(env, "agent_iter"):
         raise TypeError(
             f"env is {type(env).__name__}, a PettingZoo AEC env, whose agents act in turn: "
@@ -50,11 +51,15 @@ def parallel_envs(env: object) -> list[Any] | None:
     A function is called; its result is closed if it is not a game.
     """
     made = []
-    for one in env if isinstance(env, list | tuple) else [env]:
+    listed = env if isinstance(env, list | tuple) else [env]
+    for one in listed:
         calls = callable(one) and not (hasattr(one, "step") and hasattr(one, "reset"))
         if isinstance(one, type):  # in other envs the spaces are attributes
             calls = callable(getattr(one, "observation_space", None))
-        game: Any = one() if callable(one) and calls else one
+
+        game: Any = one
+        if callable(one) and calls:
+            game = one()
         if not is_parallel_env(game):
             if calls and hasattr(game, "close"):
                 game.close()
@@ -125,16 +130,19 @@ class PettingZooSource(VectorSource):
         {'front': 1, 'back': 2}
         """
         games = Games(envs)
+
         listed = [name for members in groups.values() for name in members]
         if sorted(map(str, listed)) != sorted(map(str, games.names)):
             raise ValueError(
                 f"groups must hold each agent of {games.names} once, got {dict(groups)}: each agent belongs to "
                 "one group"
             )
+
         sources = {}
         for label, members in groups.items():
-            sources[label] = source = cls.__new__(cls)
+            source = cls.__new__(cls)
             source._join(games, list(members), state, f"{label!r}: ")
+            sources[label] = source
         return sources
 
     def _join(self, games: "Games", names: list[Any], state: bool, label: str) -> None:
@@ -143,27 +151,32 @@ class PettingZooSource(VectorSource):
         self._games = games
         self.names = names
         self._state = state
-        own, action = (_shared_space(kind, games.envs, names, label) for kind in ("observation", "action"))
+
         # Paths of the leaves of an agent's observation, in the env's output and in the row. With a state the row is a
         # Dict of both.
+        own, action = (_shared_space(kind, games.envs, names, label) for kind in ("observation", "action"))
         paths = [path for _, path in space_leaves(own, ())]
         space = own
         prefix = tuple[str, ...]()
+        first = games.envs[0]
         if state:
             if not isinstance(own, spaces.Dict):
                 own = spaces.Dict(observation=own)
                 prefix = ("observation",)
-            if STATE in own.spaces or not hasattr(first, "state_space"):
-                if STATE in own.spaces:
-                    problem = "the observations have that entry already"
-                else:
-                    problem = "the env lacks state_space, the space of env.state()"
+
+            problem = None
+            if STATE in own.spaces:
+                problem = "the observations have that entry already"
+            elif not hasattr(first, "state_space"):
+                problem = "the env lacks state_space, the space of env.state()"
+            if problem is not None:
                 raise ValueError(
                     f"state=True adds the entry 'state' to the observations, but {problem}, "
                     f"in {type(first).__name__}: leave state out, or rename the entry in the env"
                 )
             space = spaces.Dict({**own.spaces, STATE: first.state_space})
         self._paths = [(path, (*prefix, *path)) for path in paths]
+
         count = len(names)
         super().__init__(
             self,
@@ -178,6 +191,7 @@ class PettingZooSource(VectorSource):
             "autoreset_mode": AutoresetMode.NEXT_STEP,
         }
         self.render_mode = getattr(first, "render_mode", None)
+
         numbers = np.array([games.names.index(name) for name in names], np.int64)
         self.agents = np.tile(numbers, len(games.envs)), np.repeat(np.arange(len(games.envs)), count)
         self.actions: Tree = None  # actions waiting for the games' next step
@@ -190,6 +204,7 @@ class PettingZooSource(VectorSource):
         # The first group resets the games; the others only read the result.
         if not games.began or self._turn == games.turn:
             games.reset(seed, options)
+
         self._turn = games.turn
         return self.obs, self.info
 
@@ -204,6 +219,7 @@ class PettingZooSource(VectorSource):
             if self.actions is None:
                 self.actions = actions
             games.step()
+
         self._turn += 1
         if games.began or self._turn != games.turn:
             raise RuntimeError(
@@ -223,6 +239,7 @@ class PettingZooSource(VectorSource):
         self.truncated = np.zeros(self.num_envs, bool)
         self.away: npt.NDArray[np.bool_] = np.ones(self.num_envs, bool)
         self.info: Info = {}
+
         self._leaves = []
         arrays = leaves_at(self.obs, [place for _, place in self._paths])
         for (path, _), array in zip(self._paths, arrays, strict=True):
@@ -236,10 +253,12 @@ class PettingZooSource(VectorSource):
             value = shown[name]
         except KeyError:
             raise _lacks(name, "observations", shown) from None
+
         for path, array in self._leaves:
             leaf = value
             for part in path:
                 leaf = leaf[part]
+
             if not isinstance(leaf, np.ndarray):
                 leaf = np.asarray(leaf)
             if leaf.shape != array.shape[1:] or (
@@ -254,16 +273,18 @@ class PettingZooSource(VectorSource):
 
     def show_state(self, game: int, env: Any) -> None:
         """Write a game's state into the rows of its agents."""
-        if self._state:
-            count = len(self.names)
-            obs: Any = self.obs
-            array = obs[STATE]
-            state = np.asarray(env.state())
-            if state.shape != array.shape[1:]:
-                raise ValueError(
-                    f"env.state() must have shape {array.shape[1:]}, as state_space says, got {state.shape}"
-                )
-            array[game * count : (game + 1) * count] = state
+        if not self._state:
+            return
+
+        count = len(self.names)
+        obs: Any = self.obs
+        array = obs[STATE]
+        state = np.asarray(env.state())
+        if state.shape != array.shape[1:]:
+            raise ValueError(
+                f"env.state() must have shape {array.shape[1:]}, as state_space says, got {state.shape}"
+            )
+        array[game * count : (game + 1) * count] = state
 
     def tell(self, row: int, entries: Info) -> None:
         """Add an agent's info to the rows' info, as Gymnasium's vector envs do."""
@@ -279,7 +300,9 @@ class PettingZooSource(VectorSource):
         values = []
         for env in self._games.envs:
             value = getattr(env, name)
-            values += [value(*args, **kwargs) if callable(value) else value] * len(self.names)
+            if callable(value):
+                value = value(*args, **kwargs)
+            values += [value] * len(self.names)
         return tuple(values)
 
     def render(self) -> tuple[Any, ...]:
@@ -309,6 +332,7 @@ class Games:
             raise ValueError(
                 "envs must be different games, got one of them twice: make a copy for each place"
             )
+
         self.envs = games
         for env in games:
             if not getattr(env, "possible_agents", None):
@@ -316,6 +340,7 @@ class Games:
                     f"{type(env).__name__} must have possible_agents, the names of all agents that it may ever have: "
                     "they are the rows of the vector env"
                 )
+
         #: The names of all agents, in the order of ``possible_agents``.
         self.names: list[Any] = list(games[0].possible_agents)
         for number, env in enumerate(games):
@@ -325,10 +350,12 @@ class Games:
                     f"{list(env.possible_agents)} in game {number}: give them the same agents, or use one "
                     "collector for each kind"
                 )
+
         self.groups: list[PettingZooSource] = []
         #: Number of resets and steps of the games; whether the last of them was a reset.
         self.turn = 0
         self.began = False
+
         # By name: the agent's group and its position there.
         self._places: dict[Any, tuple[PettingZooSource, int]] = {}
         self._living: list[list[Any]] = [[] for _ in games]  # the live agents of each game
@@ -340,18 +367,25 @@ class Games:
 
     def reset(self, seed: Seed, options: Info | None) -> None:
         """Reset all games; game ``g`` is seeded with ``seed + g``, or with ``seed[g]`` of a list."""
-        if isinstance(seed, int):
-            seed = [seed + number for number in range(len(self.envs))]
-        if seed is not None and len(seed) != len(self.envs):
+        if seed is None:
+            seeds: list[int | None] = [None] * len(self.envs)
+        elif isinstance(seed, int):
+            seeds = [seed + number for number in range(len(self.envs))]
+        else:
+            seeds = seed
+        if len(seeds) != len(self.envs):
             raise ValueError(
-                f"seed must be one number, or one for each of {len(self.envs)} games, got {len(seed)}"
+                f"seed must be one number, or one for each of {len(self.envs)} games, got {len(seeds)}"
             )
+
+        # Together: an interrupt must not come between.
         self.turn, self.began = self.turn + 1, True
         for group in self.groups:
             group.begin()
             group.actions = None
-        for game in range(len(self.envs)):
-            self._begin(game, None if seed is None else seed[game], options)
+        for game, game_seed in enumerate(seeds):
+            self._begin(game, game_seed, options)
+
         for group in self.groups:
             group.finish()
 
@@ -363,46 +397,57 @@ class Games:
                 f"{waits} of {len(self.groups)} groups have no actions yet: collect them all with a GroupCollector, or "
                 "send(actions) to each group, then step each"
             )
+
+        # Together: an interrupt must not come between.
         self.turn, self.began = self.turn + 1, False
         for group in self.groups:
             group.begin()
+
         places = self._places
         for game, env in enumerate(self.envs):
             living = self._living[game]
             if not living:
                 self._begin(game, None, None)
                 continue
+
             moves = {}
             for name in living:
                 group, place = places[name]
                 row = game * len(group.names) + place
                 tree = group.actions
-                moves[name] = (
-                    tree[row]
-                    if isinstance(tree, np.ndarray)
-                    else map_tree(lambda leaf, row=row: leaf[row], tree)
-                )
+                if isinstance(tree, np.ndarray):
+                    moves[name] = tree[row]
+                else:
+                    moves[name] = map_tree(lambda leaf, row=row: leaf[row], tree)
             shown, paid, terminated, truncated, infos = env.step(moves)
+
             ended = []
             for name in living:
                 group, place = places[name]
                 row = game * len(group.names) + place
                 try:
                     group.reward[row] = paid[name]
-                    group.terminated[row] = over = terminated[name]
-                    group.truncated[row] = cut = truncated[name]
+                    over = terminated[name]
+                    group.terminated[row] = over
+                    cut = truncated[name]
+                    group.truncated[row] = cut
                 except KeyError:
                     results = zip(_ENTRIES, (shown, paid, terminated, truncated), strict=True)
                     lacking, result = next((kind, by) for kind, by in results if name not in by)
                     raise _lacks(name, lacking, result) from None
+
                 if over or cut:
                     ended.append(name)
                 group.show(row, name, shown)
+
             now = env.agents
-            self._living[game] = now = (
-                living if not ended and now == living else self._check_living(living, ended, now)
-            )
+            if not ended and now == living:
+                now = living
+            else:
+                now = self._check_living(living, ended, now)
+            self._living[game] = now
             self._place(game, now, living, shown, infos)
+
         for group in self.groups:
             group.actions = None
             group.finish()
@@ -411,12 +456,17 @@ class Games:
         """Reset a game."""
         env = self.envs[game]
         result = env.reset(seed=seed, options=options)
-        shown, infos = result if isinstance(result, tuple) else (result, {})
+        shown = result
+        infos: Mapping[Any, Any] = {}
+        if isinstance(result, tuple):
+            shown, infos = result
+
         now = self._check_living([], [], env.agents)
         if not now:
             raise ValueError(
                 f"{type(env).__name__} has no agents after reset: it must begin with at least one"
             )
+
         self._living[game] = now
         self._place(game, now, (), shown, infos)
 
@@ -437,6 +487,7 @@ class Games:
                 f"agents {lost} left env.agents and were neither terminated nor truncated: set one of the two in the "
                 "step in which they leave"
             )
+
         return now
 
     def _place(
@@ -454,10 +505,12 @@ class Games:
             group.away[row] = False
             if now is not before and name not in before:
                 group.show(row, name, shown)
+
         for name, entries in infos.items():
             if entries and name in self._places and isinstance(entries, dict):
                 group, place = self._places[name]
                 group.tell(game * len(group.names) + place, entries)
+
         for group in self.groups:
             group.show_state(game, self.envs[game])
 

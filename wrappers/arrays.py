@@ -88,11 +88,11 @@ def to_torch(array: Array, device: torch.device | None = None) -> Tensor:
         tensor = array
     elif isinstance(array, np.ndarray):
         tensor = torch.from_numpy(array)
-    else:  # a JAX array, a list or a number
-        if hasattr(array, "__dlpack__"):
-            tensor = from_dlpack(array)
-        else:
-            tensor = torch.from_numpy(np.asarray(array))
+    elif hasattr(array, "__dlpack__"):  # a JAX array
+        tensor = from_dlpack(array)
+    else:  # a list or a number
+        tensor = torch.from_numpy(np.asarray(array))
+
     if device is None:
         return tensor
     return tensor.to(device)
@@ -120,33 +120,38 @@ class ActionCheck:
         self._framework = framework
         self._device = device
         self._children: list[tuple[Any, ActionCheck]] = []
+
         if isinstance(space, (spaces.Dict, spaces.Tuple)):
             items = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
             self._children = [
                 (key, ActionCheck(child, num_envs, framework, device, check_range)) for key, child in items
             ]
             return
+
         assert space.shape is not None and space.dtype is not None
         self._shape = (num_envs, *space.shape)
         self._dtype = np.dtype(space.dtype)
         self._torch_dtype = torch.from_numpy(np.zeros(0, self._dtype)).dtype
-        if check_range and isinstance(space, spaces.Discrete):
-            self._limit = int(space.n)
-        else:
-            self._limit = 0
+
+        # For the check of the range; no limit means no check.
+        self._limit = 0
+        self._start = 0
         if isinstance(space, spaces.Discrete):
             self._start = int(space.start)
-        else:
-            self._start = 0
+            if check_range:
+                self._limit = int(space.n)
         self._unsigned = f"u{self._dtype.itemsize}"
 
     def __call__(self, actions: Tree, drawn: bool = False) -> Tree:
         """Return the actions as the env expects them; ``drawn`` ones come from the space and skip the range check."""
         if self._children:
             return self._check_tree(actions, drawn)
+
+        array: Array = actions
         on_torch = self._framework == "torch"
         if on_torch:
-            array: Array = actions if isinstance(actions, Tensor) else as_numbers("actions", actions)
+            if not isinstance(actions, Tensor):
+                array = as_numbers("actions", actions)
         elif isinstance(actions, Tensor):
             # numpy() shares memory; force=True copies only if sharing is impossible.
             if actions.is_meta:
@@ -157,18 +162,21 @@ class ActionCheck:
                 array = np.asarray(actions)
             except (TypeError, ValueError, RuntimeError) as error:  # for example a ragged list
                 raise TypeError(f"actions must be an array, got {shown(actions)}") from error
+
         if array.shape != self._shape:
             hint = "one row for each env"
             discrete = isinstance(self._space, spaces.Discrete)
             if discrete and array.shape[:1] == self._shape and array.ndim == 2:
                 hint = "one integer for each env: take .argmax(-1) of one-hot actions, .squeeze(-1) of [E, 1]"
             raise ValueError(f"actions must have shape {self._shape} ({hint}), got {tuple(array.shape)}")
+
         if on_torch:
             if array.dtype is self._torch_dtype and array.device == self._device and not array.requires_grad:
                 return array
             if array.dtype == self._torch_dtype or torch.can_cast(array.dtype, self._torch_dtype):
                 return array.detach().to(device=self._device, dtype=self._torch_dtype)
             raise TypeError(f"actions must be castable to {self._dtype} for {self._space}, got {array.dtype}")
+
         if array.dtype != self._dtype:
             # Accept integers of any width: argmax gives int64, spaces may be uint8.
             whole = array.dtype.kind in "iu" and self._dtype.kind in "iu"
@@ -177,11 +185,15 @@ class ActionCheck:
                     f"actions must be castable to {self._dtype} for {self._space}, got {array.dtype}"
                 )
             array = array.astype(self._dtype)
+
         if self._limit and not drawn:
-            shifted = array - self._start if self._start else array
+            shifted = array
+            if self._start:
+                shifted = array - self._start
             # Viewed as unsigned, values below the range become very large, so one comparison finds both.
             if np.maximum.reduce(shifted.view(self._unsigned), axis=None) >= self._limit:
                 raise ValueError(ActionLimits(self._space).problem(array))
+
         return array
 
     def _check_tree(self, actions: Tree, drawn: bool) -> Tree:
@@ -190,6 +202,7 @@ class ActionCheck:
                 came = sorted(actions) if isinstance(actions, dict) else type(actions).__name__
                 raise ValueError(f"actions must be a dict with keys {sorted(self._space.spaces)}, got {came}")
             return {key: check(actions[key], drawn) for key, check in self._children}
+
         if not isinstance(actions, tuple) or len(actions) != len(self._children):
             raise ValueError(
                 f"actions must be a tuple of {len(self._children)} arrays, got {type(actions).__name__}"
@@ -211,6 +224,7 @@ class ActionLimits:
     def __init__(self, space: spaces.Space[Any], name: str = "actions") -> None:
         self.space = space
         self.name = name
+
         low: Any = 0
         high: Any = 1  # of a MultiBinary
         if isinstance(space, spaces.Box):
@@ -222,11 +236,12 @@ class ActionLimits:
         elif isinstance(space, spaces.MultiDiscrete):
             low = space.start
             high = space.start + space.nvec - 1
+
         assert space.shape is not None
         #: Arrays of the space's shape; infinite where a Box is unbounded.
         self.low, self.high = (np.broadcast_to(end, space.shape) for end in (low, high))
         same = self.low.size > 0 and all((end == end.flat[0]).all() for end in (self.low, self.high))
-        # one bound for all entries
+        # One bound for all entries.
         self._ends = (self.low.flat[0], self.high.flat[0]) if same else None
 
     @property
@@ -242,11 +257,13 @@ class ActionLimits:
                 return None
         elif ((actions >= self.low) & (actions <= self.high)).all():
             return None
+
         least = actions.min(0)
         most = actions.max(0)
         inside = (self.low <= least) & (most <= self.high)
         if inside.all():
             return None
+
         at = np.unravel_index(int(np.argmin(inside)), np.shape(inside))  # the first entry out of range
         where = f" in place {', '.join(map(str, at))}" if at else ""
         return (
@@ -270,6 +287,7 @@ def action_limits(
             for key, child in items
             for path, limits in action_limits(child, f"{name}[{key!r}]")
         ]
+
     limits = ActionLimits(space, name)
     if limits.is_limited:
         return [((), limits)]

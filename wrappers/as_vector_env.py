@@ -90,9 +90,11 @@ def as_vector_env(
             f"autoreset must be 'same_step' or None, got {shown(autoreset)}: use autoreset_mode= to say what "
             "the env itself does"
         )
+
     adapted = adapt_env(env, num_envs, device, framework, autoreset_mode, final_obs, own_buffers, dtype)
     if autoreset is not None:
         reset_in_same_step(adapted)
+
     if policy is None:
         return adapted
     return set_recurrent_primers_from(adapted, policy)

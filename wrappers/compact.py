@@ -46,9 +46,14 @@ class CompactObs(MarkerWrapper):
         result = self.env.step(actions)
         info = result[4]
         stream = self.stream
+
         # NEXT_STEP returns the final observation as the observation. The mask is copied because the caller keeps it.
         info.setdefault("final_obs", result[0])
-        info["_final_obs"] = copy_of(stream.ended) if stream.known is None else stream.ended & stream.known
+        if stream.known is None:
+            mask = copy_of(stream.ended)
+        else:
+            mask = stream.ended & stream.known
+        info["_final_obs"] = mask
         return result
 
 
@@ -65,17 +70,19 @@ class ObservationDelta(MarkerWrapper):
         delta_dtype: torch.dtype = torch.float16,
     ) -> None:
         floating_dtype("delta_dtype", delta_dtype)
-        in_keys = None if in_keys is None else key_names("in_keys", in_keys)
+        if in_keys is not None:
+            in_keys = key_names("in_keys", in_keys)
         super().__init__(env, "delta")
+
         entries = [key for key, _ in observation_leaves(self.single_observation_space)]
         #: The observation entries that get a delta.
-        if in_keys is None:
-            self.keys = entries
-        else:
+        self.keys = entries
+        if in_keys is not None:
+            unknown = [key for key in in_keys if key not in entries]
+            if unknown:
+                raise ValueError(f"in_keys has {unknown}, but the observation's entries are {entries}")
             self.keys = [key for key in entries if key in in_keys]
-        unknown = [key for key in in_keys or () if key not in entries]
-        if unknown:
-            raise ValueError(f"in_keys has {unknown}, but the observation's entries are {entries}")
+
         self.delta_dtype = delta_dtype
         self._obs: Tree = None
 
@@ -88,6 +95,7 @@ class ObservationDelta(MarkerWrapper):
         obs = result[0]
         info = result[4]
         stream = self.stream
+
         next_obs = stream.true_next(obs, info)
         if not stream.same_step and stream.any_first is not False:
             # Rows on which the env only reset are not transitions: their delta is 0.
@@ -95,6 +103,7 @@ class ObservationDelta(MarkerWrapper):
         if stream.known is not None:  # the env hides the last observation: NaN, or 0 for dtypes without NaN
             lost = map_tree(lambda o: o * float("nan") if "float" in str(o.dtype) else o, self._obs)
             next_obs = map_tree(lambda n, o: select(stream.known, n, o), next_obs, lost)
+
         root = (OBSERVATION,) if isinstance(obs, tuple) else ()
         info["delta"] = self._delta(root, self._obs, next_obs)
         self._obs = obs
@@ -105,21 +114,27 @@ class ObservationDelta(MarkerWrapper):
         if isinstance(obs, tuple):
             return tuple(self._delta((*path, str(i)), leaf, next_obs[i]) for i, leaf in enumerate(obs))
         if isinstance(obs, dict):
-            keys = {name: str(name) if path else column_name(name) for name in obs}
-            deltas = {
-                name: self._delta((*path, keys[name]), leaf, next_obs[name]) for name, leaf in obs.items()
-            }
-            return {name: delta for name, delta in deltas.items() if delta is not None}
+            deltas = {}
+            for name, leaf in obs.items():
+                part = str(name) if path else column_name(name)
+                delta = self._delta((*path, part), leaf, next_obs[name])
+                if delta is not None:
+                    deltas[name] = delta
+            return deltas
+
         key = plain_key(path) if path else OBSERVATION
         if key not in self.keys:
             return None
+
         before = to_torch(obs)
         after = to_torch(next_obs)
         delta = encode_delta(before, after, self.delta_dtype)
         if isinstance(obs, torch.Tensor):
             return delta  # on a device check_delta would sync: a collector calls it once per batch
+
         check_delta(delta, before, after, key)
-        # NumPy has no bfloat16
+
+        # NumPy has no bfloat16.
         if delta.dtype is torch.bfloat16:
             return delta
         return delta.numpy()

@@ -27,14 +27,22 @@ class EnvPoolSource(VectorSource):
                 "than one player are not supported: write a flatroll.wrappers.VectorSource with one row per player, or "
                 "play a PettingZoo game (flatroll.wrappers.PettingZooSource)"
             )
-        num_envs = int(config["num_envs"] if config else env.num_envs)
-        batch = int((config and config.get("batch_size")) or num_envs)
+
+        if config:
+            num_envs = int(config["num_envs"])
+            batch = int(config.get("batch_size") or num_envs)
+        else:
+            num_envs = int(env.num_envs)
+            batch = num_envs
         in_step = batch == num_envs
+        batch_size = None if in_step else batch
+
         with warnings.catch_warnings():
             # envpool creates its bounds from float64 numbers, and Gymnasium warns about the cast.
             warnings.filterwarnings("ignore", message=".*precision lowered by casting", category=UserWarning)
             # envpool's observation_space and action_space are those of a single env.
             single = mend_bounds(env.observation_space), mend_bounds(env.action_space)
+
         capabilities = Capabilities(
             torch.device("cpu"),
             "numpy",
@@ -45,9 +53,10 @@ class EnvPoolSource(VectorSource):
             exact_flags=True,
             partial_reset=in_step,
             overlaps=in_step,
-            batch_size=None if in_step else batch,
+            batch_size=batch_size,
         )
         super().__init__(env, num_envs, *single, capabilities)
+
         self._sent = False  # whether a step is pending
         self._shown: Tree = None  # last observations, which a partial reset returns for the other rows
 
@@ -60,10 +69,12 @@ class EnvPoolSource(VectorSource):
             obs, info = self.env.reset()
             self._shown = _cast_discrete(obs, self.single_observation_space)
             return self._shown, info
+
         # envpool returns only the rows that it reset, ordered by env id.
         part, info = self.env.reset(options={"reset_mask": rows})
         part = _cast_discrete(part, self.single_observation_space)
         self._shown = map_tree(lambda whole, some: _scatter(some, rows, np.array(whole)), self._shown, part)
+
         whole: dict[str, Any] = {"env_id": np.arange(self.num_envs)}
         for key, value in info.items():
             if key != "env_id" and isinstance(value, np.ndarray) and value.shape[:1] == (int(rows.sum()),):
@@ -78,7 +89,8 @@ class EnvPoolSource(VectorSource):
         self._sent = False
         obs, reward, terminated, truncated, info = self.env.recv()
         # No copy: envpool returns new arrays at each step, and a partial reset copies before it writes.
-        self._shown = obs = _cast_discrete(obs, self.single_observation_space)
+        obs = _cast_discrete(obs, self.single_observation_space)
+        self._shown = obs
         return obs, reward, terminated, truncated, info
 
     @override
@@ -117,14 +129,17 @@ class AsyncPoolSource(EnvPoolSource):
     def reset(self, seed: Seed, options: Info | None, rows: Array | None = None) -> tuple[Tree, Info]:
         if not self.led:
             raise RuntimeError(_BY_HAND.format(self.capabilities.batch_size, self.num_envs))
+
         _check_reset(self.env, seed, options)
         self._drain()
+
         place = self._place
         place.begin(self.env)
         # No env may be running now: after a second reset two threads would step the same env.
         self.env.async_reset()
         place.under_way[:] = True
         place.torn = False
+
         obs, _, _, _, info = self._receive()
         return obs, info
 
@@ -140,6 +155,7 @@ class AsyncPoolSource(EnvPoolSource):
     def step(self, actions: Tree) -> Step:
         received = self._received
         self._received = None
+
         if received is None:
             raise RuntimeError(_BY_HAND.format(self.capabilities.batch_size, self.num_envs))
         return received
@@ -150,6 +166,7 @@ class AsyncPoolSource(EnvPoolSource):
             raise RuntimeError(
                 f"got actions for the envs {ids.tolist()}, but some of them are stepping already"
             )
+
         place.begin(self.env)
         self.env.send(map_tree(np.ascontiguousarray, actions), ids)
         place.under_way[ids] = True
@@ -159,11 +176,13 @@ class AsyncPoolSource(EnvPoolSource):
         place = self._place
         count = self.capabilities.batch_size
         assert count is not None
+
         pending = np.count_nonzero(place.under_way)
         if pending < count:
             raise RuntimeError(
                 f"recv of an envpool returns {count} rows, but the number of stepping envs is {pending}"
             )
+
         place.begin(self.env)
         obs, reward, terminated, truncated, info = self.env.recv()
         ids = info["env_id"].astype(np.int64)
@@ -173,6 +192,8 @@ class AsyncPoolSource(EnvPoolSource):
                 "the expected ones: other code has sent actions to it, or an env has several players. Give "
                 "each collector its own pool"
             )
+
+        # Together: an interrupt must not come between.
         place.under_way[ids], place.last, place.torn = False, _trace(self.env), False
         self.ids = ids
         return _cast_discrete(obs, self.single_observation_space), reward, terminated, truncated, info
@@ -182,6 +203,7 @@ class AsyncPoolSource(EnvPoolSource):
         under_way = self._place.under_way
         count = self.capabilities.batch_size
         assert count is not None
+
         while pending := np.count_nonzero(under_way):
             if pending < count:  # recv waits for `count` rows: step other envs once more
                 idle = np.flatnonzero(~under_way)[: count - pending]
@@ -209,8 +231,10 @@ class _Place:
                 "a send, recv or reset of this envpool was interrupted or failed, so it is unknown which envs "
                 "are stepping: create a new pool"
             )
+
         if self._used is None:  # set by the first send, recv or reset of a pool
             self._used = bool({"_all_env_ids", "_check_action_finished", "_state_names"} & set(vars(env)))
+
         if self._used or self.last is not _trace(env):
             raise RuntimeError(
                 "this envpool in async mode was reset, or its rows received, by other code, so it is unknown "
@@ -254,6 +278,7 @@ def _check_reset(env: EnvLike, seed: Seed, options: Info | None) -> None:
             f"reset(seed={seed!r}) has no effect",
             stacklevel=5,
         )
+
     if options:
         raise ValueError(f"envpool takes no reset options but reset_mask, got {sorted(options)}")
 
@@ -289,11 +314,13 @@ def mend_bounds(space: spaces.Space[Any]) -> spaces.Space[Any]:
         return spaces.Tuple(tuple(mend_bounds(child) for child in space.spaces))
     if not isinstance(space, spaces.Box) or not np.issubdtype(space.dtype, np.floating):
         return space
+
     info = np.finfo(space.dtype)
     # The bounds are float32 numbers even if the space is float64.
     tiny = np.isin(space.low, (info.tiny, np.finfo(np.float32).tiny))
     if not tiny.any():
         return space
+
     low = np.where(tiny, -np.inf, space.low).astype(space.dtype)
     huge = np.isin(space.high, (info.max, np.finfo(np.float32).max))
     high = np.where(huge, np.inf, space.high).astype(space.dtype)

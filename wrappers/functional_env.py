@@ -77,11 +77,12 @@ def as_functional(
         )
     if params is not None and family is not _convert_gymnax:
         raise TypeError(f"params= is for envs of gymnax and craftax, got {type(env).__name__}")
+
     reset, step, action_space = family(env, params) if family is _convert_gymnax else family(env)
     if max_episode_steps is None and family is _convert_gymnasium_vector:
-        max_episode_steps = (
-            getattr(env, "time_limit", None) or None
-        )  # jumanji keeps its own entries of these names
+        # jumanji keeps its own entries of these names.
+        max_episode_steps = getattr(env, "time_limit", None) or None
+
     name = str(getattr(env, "name", None) or type(getattr(env, "unwrapped", env)).__name__)
     return FunctionalEnv(reset, step, action_space, None, max_episode_steps, name)
 
@@ -97,9 +98,11 @@ def family_of(env: object) -> Callable[..., tuple[Any, Any, object]] | None:
         return _convert_gymnasium
     if kinds.get("FunctionalJaxVectorEnv") == "gymnasium":
         return _convert_gymnasium_vector
+
     # (playground's rsl_rl wrapper has num_envs, keeps its own states and returns tensors.)
     if isinstance(env, gymnasium.Env | gymnasium.vector.VectorEnv) or hasattr(env, "num_envs"):
         return None
+
     family = next((_FAMILIES[package] for package in kinds.values() if package in _FAMILIES), None)
     layer: Any = env
     while family is not None and layer is not None:
@@ -112,6 +115,7 @@ def family_of(env: object) -> Callable[..., tuple[Any, Any, object]] | None:
                 "their last observations): pass the env without it (brax.envs.create(..., auto_reset=False), "
                 "craftax: auto_reset=False)"
             )
+
         inside = vars(layer)
         layer = inside.get("env", inside.get("_env"))
     return family
@@ -119,7 +123,8 @@ def family_of(env: object) -> Callable[..., tuple[Any, Any, object]] | None:
 
 def _convert_gymnax(env: Any, params: Any) -> tuple[Any, Any, object]:
     """gymnax, and craftax, which has the same interface."""
-    params = env.default_params if params is None else params
+    if params is None:
+        params = env.default_params
     limit = next((n for n in ("max_steps_in_episode", "max_timesteps") if hasattr(params, n)), None)
 
     def step(key: Any, state: Pytree, action: Any) -> tuple[Any, ...]:
@@ -128,6 +133,7 @@ def _convert_gymnax(env: Any, params: Any) -> tuple[Any, Any, object]:
             return obs, state, reward, done, env.is_truncated(state, params), info
         if limit is None:
             return obs, state, reward, done, False, info
+
         # In gymnax before 1.0 and craftax `done` includes the time limit; a longer limit replaces it.
         terminated = done & env.is_terminal(state, params.replace(**{limit: np.iinfo(np.int32).max}))
         return obs, state, reward, terminated, done & ~terminated, info
@@ -214,22 +220,26 @@ def gym_space(space: Any) -> spaces.Space[Any]:
     """Convert a space (or spec) of a JAX simulator to a Gymnasium space."""
     if isinstance(space, spaces.Space):
         return space
+
     parts = getattr(space, "spaces", None)
     if isinstance(parts, dict):
         return spaces.Dict({key: gym_space(part) for key, part in parts.items()})
     if isinstance(parts, list | tuple):
         return spaces.Tuple([gym_space(part) for part in parts])
+
     count = getattr(space, "n", getattr(space, "num_values", None))
     if count is not None:
         count = np.asarray(count)
         if count.ndim:
             return spaces.MultiDiscrete(count)
         return spaces.Discrete(int(count))
+
     low, high = (
         getattr(space, a, getattr(space, b, None)) for a, b in (("low", "minimum"), ("high", "maximum"))
     )
     if low is None or high is None:
         raise TypeError(f"action_space must be a Gymnasium space, or have n, or low and high, got {space!r}")
+
     dtype = np.dtype(space.dtype)
     least, most = (np.broadcast_to(np.asarray(end, dtype), space.shape) for end in (low, high))
     return spaces.Box(least, most, dtype=dtype.type)

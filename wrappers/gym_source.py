@@ -28,51 +28,60 @@ class GymSource(VectorSource):
 
     def __init__(self, env: VectorEnv[Any, Any, Any], mode: AutoresetMode, own_buffers: bool | str) -> None:
         base = env.unwrapped
-        gymnasiums_own = all(
-            type(layer).__module__.startswith("gymnasium.") or isinstance(layer, AsyncPart)
-            for layer in layers(env)
-        )
-        fresh = gymnasiums_own and getattr(base, "copy", True) is not False
-        # Other envs may write into the arrays they returned, so copy them at once.
-        self._copies = not fresh if own_buffers == "auto" else bool(own_buffers)
         known_base = isinstance(base, (SyncVectorEnv, AsyncVectorEnv))
-        self._checks_reuse = mode is AutoresetMode.SAME_STEP and known_base and own_buffers == "auto"
+        same_step = mode is AutoresetMode.SAME_STEP
+        self._next_step = mode is AutoresetMode.NEXT_STEP
+        self._sent = False  # whether a step is pending
+
+        # Envs other than Gymnasium's own may write into the arrays they returned, so copy them at once.
+        self._copies = bool(own_buffers)
+        if own_buffers == "auto":
+            gymnasiums_own = all(
+                type(layer).__module__.startswith("gymnasium.") or isinstance(layer, AsyncPart)
+                for layer in layers(env)
+            )
+            self._copies = not gymnasiums_own or getattr(base, "copy", True) is False
+
+        self._checks_reuse = same_step and known_base and own_buffers == "auto"
         self._last = None
         if self._checks_reuse and isinstance(base, SyncVectorEnv):
             self._last = LastObservations(base)
+
         # Rows of an Async env whose final and reset observations were seen to differ; the number of ended episodes of
         # the other rows; whether their observations were seen to change within an episode.
         self._proven = np.zeros(env.num_envs, dtype=bool)
         self._equal_ends = 0
         self._changes = False
+
         # The observations before and after the last step, while an Async env is watched.
         self._watches = self._checks_reuse and isinstance(base, AsyncVectorEnv)
         self._seen: Tree = None
         self._shown: Tree = None
+
         # A worker of AsyncVectorEnv(shared_memory=False) keeps its pending autoreset through a reset and resets again
         # at the next step.
         self._keeps_pending = isinstance(base, AsyncVectorEnv) and not base.shared_memory
         self._pending = np.zeros(env.num_envs, dtype=bool)
-        self._next_step = mode is AutoresetMode.NEXT_STEP
-        self._sent = False  # whether a step is pending
+
         #: The methods whose first results are still to be checked, in a Sync env.
+        self._unchecked: set[str] = set()
         if isinstance(base, SyncVectorEnv):
             self._unchecked = {"reset", "step"}
-        else:
-            self._unchecked = set()
         if isinstance(base, AsyncVectorEnv):
             whole = base.whole if isinstance(base, AsyncPart) else base
             weakref.finalize(whole, _end_at_exit, weakref.ref(whole), os.getpid())
+
         partial = known_base or mode is AutoresetMode.DISABLED
         capabilities = Capabilities(
             torch.device("cpu"),
             "numpy",
-            hides_final_obs=mode is AutoresetMode.SAME_STEP and not known_base,
+            hides_final_obs=same_step and not known_base,
             partial_reset=partial and not (self._keeps_pending and self._next_step),
             reuses_buffers=self._copies,
             # A wrapper in between would miss step_async and step_wait.
             overlaps=env is base and hasattr(env, "step_async") and hasattr(env, "step_wait"),
         )
+
         # The single space of SyncVectorEnv(observation_mode="different") is that of the first env.
         observation_space = widest_space(
             env.single_observation_space, getattr(env, "observation_space", None)
@@ -89,6 +98,7 @@ class GymSource(VectorSource):
             if self._keeps_pending and self._next_step and self._pending.any():
                 self.env.step(self.env.action_space.sample())  # lets the workers do their pending autoresets
             self._pending[:] = False
+
         try:
             if "reset" in self._unchecked:
                 reset = self._checked(self.env.reset)
@@ -98,6 +108,7 @@ class GymSource(VectorSource):
         except Exception as error:  # an env may raise anything
             self._explain(error)
             raise
+
         if self._copies:
             obs = map_tree(copy_of, obs)
         if self._watches:
@@ -119,12 +130,14 @@ class GymSource(VectorSource):
         except Exception as error:  # an env may raise anything
             self._explain(error)
             raise
+
         if self._copies:
             obs = map_tree(copy_of, obs)
             info = info_dict(info, self.env)
             reward = copy_of(reward)
             terminated = copy_of(terminated)
             truncated = copy_of(truncated)
+
         if self._watches:
             self._seen = self._shown
             self._shown = obs
@@ -145,12 +158,14 @@ class GymSource(VectorSource):
     def final_obs(self, info: Info, obs: Tree, ended: Array, given: Tree | None = None) -> Tree | None:
         if given is None:
             given = info.get("final_obs", info.get("final_observation"))
+
         if isinstance(given, np.ndarray) and given.dtype == object:
             # Gymnasium gives an object array [E] with a tree in each ended row.
             rows = np.flatnonzero(ended)
             if self._checks_reuse:
                 self._refuse_reused(given, obs, rows)
             return _put_rows(obs, rows, [given[i] for i in rows])
+
         if self._copies and given is not None:
             return map_tree(copy_of, given)
         return given
@@ -208,6 +223,7 @@ class GymSource(VectorSource):
         if self._last is None:
             self._refuse_equal(given, obs, rows)
             return
+
         resets = self.env.unwrapped._env_obs
         for i in rows:
             if not any(_compare(np.shares_memory, given[i], resets[i])):
@@ -224,15 +240,18 @@ class GymSource(VectorSource):
         for i in rows:
             if self._proven[i]:
                 continue
+
             first = map_tree(lambda leaf, i=i: leaf[i], obs)  # of the next episode
             if not all(_compare(_same, given[i], first)):
                 self._proven[i] = True
                 self._watches = not self._proven.all()
                 continue
+
             self._equal_ends += 1
             if self._seen is not None:
                 seen = map_tree(lambda leaf, i=i: leaf[i], self._seen)
                 self._changes |= not all(_compare(_same, seen, first))
+
             if self._equal_ends == 2 and not self._changes:
                 warnings.warn(
                     "the final observations of two episodes equal the first ones of the next episodes. That is right "
@@ -241,6 +260,7 @@ class GymSource(VectorSource):
                     "(as_vector_env(own_buffers=False) skips this check)",
                     stacklevel=6,
                 )
+
             if self._equal_ends >= 2 and self._changes:
                 raise ValueError(_REUSED)
 
@@ -264,8 +284,10 @@ class AsyncPart(AsyncVectorEnv):
         self.env_fns = whole.env_fns[rows]
         self.parent_pipes = whole.parent_pipes[rows]
         self.processes = whole.processes[rows]
+
         # Views of the memory that the workers write to.
         self.observations = map_tree(lambda leaf: leaf[rows], whole.observations)
+
         self._first = first
         #: The env that was split.
         self.whole = whole
@@ -347,6 +369,7 @@ def _put_rows(obs: Tree, rows: Array, values: list[Any]) -> Tree:
         return {key: _put_rows(child, rows, [value[key] for value in values]) for key, child in obs.items()}
     if isinstance(obs, tuple):
         return tuple(_put_rows(child, rows, [value[i] for value in values]) for i, child in enumerate(obs))
+
     dense = np.array(obs)  # a copy, [E, ...]
     if len(rows):
         dense[rows] = np.stack(values)

@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -45,26 +45,30 @@ class JaxSource(VectorSource):
 
         self._jax = jax
         self._device = _device_of(jax, device)
-        self._on_cpu = on_cpu = self._device.platform == "cpu"
-        if on_cpu:
-            where = torch.device("cpu")
-        else:
+        on_cpu = self._device.platform == "cpu"
+        self._on_cpu = on_cpu
+        #: Converts a JAX array to the caller's.
+        self._out: Callable[[Any], Array] = _as_numpy
+        framework: Literal["numpy", "torch"] = "numpy"
+        where = torch.device("cpu")
+        if not on_cpu:
+            self._out = from_dlpack
+            framework = "torch"
             where = torch.device("cuda", self._device.local_hardware_id)
+
         action_space = gym_space(env.action_space)
         with jax.default_device(self._device):
             reset, step, observation_space = _check_functions(env, action_space)
         self._start, self._step, self._restart = _compiled(
             reset, step, whole_number("num_envs", num_envs), env.max_episode_steps
         )
-        #: Converts a JAX array to the caller's.
-        self._out: Callable[[Any], Array] = _as_numpy if on_cpu else from_dlpack
+
         self._key: Any = None
         self._state: Pytree = None
         self._obs: Pytree = None  # as last returned
         self._final: Pytree = None  # final observations of the last step
-        can = Capabilities(
-            where, "numpy" if on_cpu else "torch", exact_flags=True, whole_finals=True, checks_range=False
-        )
+
+        can = Capabilities(where, framework, exact_flags=True, whole_finals=True, checks_range=False)
         super().__init__(env, num_envs, observation_space, action_space, can)
         self.stepped = self  # the source itself: its functions keep no state
 
@@ -79,17 +83,18 @@ class JaxSource(VectorSource):
             self._key, self._state, self._obs = self._restart(self._key, self._state, self._obs, mask)
         else:
             if isinstance(seed, list):
-                numbers = [int.from_bytes(os.urandom(4)) if one is None else one for one in seed]
-                keys = jax.numpy.stack([jax.random.PRNGKey(number) for number in numbers])
+                keys = jax.numpy.stack([jax.random.PRNGKey(_seed_or_random(one)) for one in seed])
                 self._key = jax.random.fold_in(keys[0], self.num_envs)
             else:
                 if seed is not None or self._key is None:
-                    self._key = jax.random.PRNGKey(int.from_bytes(os.urandom(4)) if seed is None else seed)
+                    self._key = jax.random.PRNGKey(_seed_or_random(seed))
                 self._key, key = jax.random.split(self._key)
                 keys = jax.random.split(key, self.num_envs)
+
             # A first state that does not depend on the key would have no device, and the step would compile twice.
             obs, state = self._start(jax.device_put(keys, self._device))
             self._key, self._obs, self._state = jax.device_put((self._key, obs, state), self._device)
+
         return map_tree(self._out, self._obs), {}
 
     @override
@@ -97,6 +102,7 @@ class JaxSource(VectorSource):
         self._key, self._state, self._obs, self._final, reward, flags, info = self._step(
             self._key, self._state, map_tree(self._take, actions)
         )
+
         # The caller copies these arrays, so a read-only view is enough and much faster.
         show = np.asarray if self.lends and self._on_cpu else self._out
         terminated, truncated = show(flags)
@@ -106,19 +112,26 @@ class JaxSource(VectorSource):
     def final_obs(self, info: Info, obs: Tree, ended: Array, given: Tree | None = None) -> Tree | None:
         if given is not None:
             return given
-        return map_tree(np.asarray if self.lends and self._on_cpu else self._out, self._final)
+        show = np.asarray if self.lends and self._on_cpu else self._out
+        return map_tree(show, self._final)
 
     def _take(self, actions: Array) -> Any:
         """Convert the actions for a compiled function."""
         actions = _narrow(actions)
-        small = isinstance(actions, np.ndarray) and actions.nbytes < _SMALL_ACTIONS
-        if small:
+        if isinstance(actions, np.ndarray) and actions.nbytes < _SMALL_ACTIONS:
             return actions
         return self._jax.dlpack.from_dlpack(actions)
 
     @override
     def close(self) -> None:
         """Do nothing: there is nothing to close."""
+
+
+def _seed_or_random(seed: int | None) -> int:
+    """Return the seed, or a random one for None."""
+    if seed is None:
+        return int.from_bytes(os.urandom(4))
+    return seed
 
 
 def _compiled(
@@ -163,17 +176,20 @@ def _compiled(
         obs, inner, reward, terminated, truncated, info = jax.vmap(step)(
             jax.random.split(steps, num_envs), inner, actions
         )
+
         elapsed += 1
         if limit is not None:
             truncated |= elapsed >= limit
         ended = terminated | truncated
         state, shown = restart(resets, (inner, elapsed), obs, ended)
+
         if info:  # entries of an ended row belong to the step that ended it; its new episode has none yet
 
             def clear(leaf: Any) -> Any:
                 return jnp.where(ended.reshape(num_envs, *(1,) * (leaf.ndim - 1)), jnp.zeros_like(leaf), leaf)
 
             info = {**jax.tree.map(clear, info), "final_info": info}
+
         return key, state, shown, obs, reward, jnp.stack([terminated, truncated]), info
 
     def restart_rows(key: Any, state: Pytree, obs: Pytree, mask: Any) -> tuple[Any, Pytree, Pytree]:
@@ -189,6 +205,7 @@ def _count_operations(jaxpr: Any) -> float:
     for equation in jaxpr.eqns:
         if equation.primitive.name in ("while", "scan"):
             return math.inf
+
         parts = [getattr(part, "jaxpr", part) for part in equation.params.values()]
         count += 1 + sum(_count_operations(part) for part in parts if hasattr(part, "eqns"))
     return count
@@ -211,6 +228,7 @@ def _check_functions(
     last, after, reward, terminated, truncated, info = _trace(env, "step", 6, key, before, action)
     _same_shapes(env, "state", before, after)
     _same_shapes(env, "observation", first, last)
+
     for name, value in (("reward", reward), ("terminated", terminated), ("truncated", truncated)):
         if getattr(value, "shape", None) != ():
             raise TypeError(
@@ -219,6 +237,7 @@ def _check_functions(
             )
     if not isinstance(info, Mapping):
         raise TypeError(f"info of {env.name} must be a dict, got {type(info).__name__}")
+
     space = _space_of(_plain(first))
     if env.observation_space is not None and _leaves(space) != _leaves(env.observation_space):
         raise TypeError(
@@ -230,8 +249,7 @@ def _check_functions(
         """Cast leaves to the dtypes of ``like``: the weak dtype of a Python number would change in the next step."""
 
         def convert(leaf: Any, to: Any) -> Any:
-            is_key = jnp.issubdtype(to.dtype, jax.dtypes.extended)
-            if is_key:
+            if jnp.issubdtype(to.dtype, jax.dtypes.extended):  # a key
                 return leaf
             return jax.lax.convert_element_type(leaf, to.dtype)
 
@@ -259,18 +277,21 @@ def _trace(env: FunctionalEnv, name: str, length: int, *args: Any) -> tuple[Any,
 
     must = f"{name} of {env.name} must be a pure JAX function, {_SIGNATURES[name]}"
     function: Callable[..., Any] = getattr(env, name)
-    own = (
-        getattr(function, "__module__", "") != FunctionalEnv.__module__
-    )  # simulators' functions are assumed pure
-    keeps: dict[str, Any] = getattr(getattr(function, "__self__", None), "__dict__", {}) if own else {}
+    # Simulators' functions are assumed pure.
+    own = getattr(function, "__module__", "") != FunctionalEnv.__module__
+    keeps: dict[str, Any] = {}
+    if own:
+        keeps = getattr(getattr(function, "__self__", None), "__dict__", {})
     kept = dict(keeps)
+
     try:
         result = jax.eval_shape(lambda *given: function(*given), *args)
         changed = [key for key, value in kept.items() if keeps.get(key) is not value]
         if own and not changed:
             one, other = (jax.make_jaxpr(lambda *given: function(*given))(*args) for _ in range(2))
             same = str(one) == str(other) and all(map(np.array_equal, one.consts, other.consts))
-            changed = [] if same else ["result"]
+            if not same:
+                changed = ["result"]
     except (TypeError, jax.errors.JAXIndexError) as error:
         first_line = (str(error).splitlines() or [""])[0]
         came = f"{must}, and tracing it raised {type(error).__name__}: {first_line}"
@@ -278,17 +299,19 @@ def _trace(env: FunctionalEnv, name: str, length: int, *args: Any) -> tuple[Any,
         if isinstance(error, jax.errors.JAXTypeError | jax.errors.JAXIndexError):
             came += "\nWrite it with jax.numpy, and jax.lax.cond or jnp.where in place of if"
         raise TypeError(came) from error
+
     if changed:
         raise TypeError(
             f"{must}, got one whose {changed[0]} changes with each call: keep what changes in the state, and draw "
             "random numbers from the key"
         )
+
     if not isinstance(result, tuple) or len(result) != length:
+        came = type(result).__name__
         if isinstance(result, tuple):
             came = f"{len(result)} values"
-        else:
-            came = type(result).__name__
         raise TypeError(f"{must}, got {came}")
+
     return result
 
 
@@ -301,13 +324,21 @@ def _same_shapes(env: FunctionalEnv, what: str, before: Pytree, after: Pytree) -
         for tree in (before, after)
     )
     if wanted != came or jax.tree.structure(before) != jax.tree.structure(after):
+        old: Any = wanted
+        new: Any = came
+        where = ""
         differing = [path for path in wanted | came if wanted.get(path) != came.get(path)]
-        where = f" at {differing[0]}" if differing and differing[0] else ""
-        old, new = (found.get(differing[0], "none") if differing else found for found in (wanted, came))
+        if differing:
+            path = differing[0]
+            old = wanted.get(path, "none")
+            new = came.get(path, "none")
+            if path:
+                where = f" at {path}"
         raise TypeError(
             f"step of {env.name} must return a {what} of the structure and shapes that reset returns, "
             f"{old}{where}, got {new}"
         )
+
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         if (
             old.dtype != new.dtype
@@ -326,8 +357,11 @@ def _plain(obs: Pytree, root: bool = True) -> Tree:
         obs = {field.name: getattr(obs, field.name) for field in fields(obs)}
     elif hasattr(obs, "_asdict"):
         obs = obs._asdict()
-    if isinstance(obs, Mapping):  # the names become columns, some of which are reserved
-        return {column_name(key) if root else key: _plain(value, root=False) for key, value in obs.items()}
+    if isinstance(obs, Mapping):
+        if root:  # the names become columns, some of which are reserved
+            obs = {column_name(key): value for key, value in obs.items()}
+        return {key: _plain(value, root=False) for key, value in obs.items()}
+
     if isinstance(obs, tuple | list):
         return tuple(_plain(value, root=False) for value in obs)
     return obs
@@ -339,9 +373,14 @@ def _space_of(tree: Tree) -> spaces.Space[Any]:
         return spaces.Dict({key: _space_of(value) for key, value in tree.items()})
     if isinstance(tree, tuple):
         return spaces.Tuple([_space_of(value) for value in tree])
+
     dtype: np.dtype[Any] = np.dtype(tree.dtype)
-    low, high = (0.0, 1.0) if dtype.kind == "b" else (-np.inf, np.inf)
-    if dtype.kind in "iu":
+    low: float = -np.inf
+    high: float = np.inf
+    if dtype.kind == "b":
+        low = 0.0
+        high = 1.0
+    elif dtype.kind in "iu":
         low = np.iinfo(dtype).min
         high = np.iinfo(dtype).max
     return spaces.Box(low, high, tree.shape, dtype.type)
@@ -361,7 +400,9 @@ def _device_of(jax: Any, device: torch.device | None) -> Any:
     if device is None:
         found = jax.numpy.zeros(()).device
     else:
-        found = jax.devices("cpu" if device.type == "cpu" else "gpu")[device.index or 0]
+        platform = "cpu" if device.type == "cpu" else "gpu"
+        found = jax.devices(platform)[device.index or 0]
+
     if found.platform not in ("cpu", "gpu"):
         raise ValueError(
             f"torch cannot read arrays on JAX's device {found}: pass as_vector_env(env, device='cpu')"

@@ -97,10 +97,12 @@ class MarkerWrapper(VectorWrapper):
                 f"{kind.__name__} must implement _on_reset(obs, info, rows) and step(actions): MarkerWrapper is "
                 "the base of wrappers that do"
             )
+
         adapted = adapt_env(env)
         if any(type(layer) is type(self) for layer in layers(adapted)):
             name = type(self).__name__
             raise ValueError(f"{name} is already in this stack: use it once, in any place")
+
         super().__init__(adapted)
         stream = find_stream(adapted)
         assert stream is not None
@@ -115,10 +117,18 @@ class MarkerWrapper(VectorWrapper):
         """Show the stack in a notebook, outermost first, with the column that a collector makes of each marker."""
         rows = []
         for layer in layers(self):
+            if isinstance(layer, VectorWrapper):
+                name = type(layer).__name__
+            else:
+                name = repr(layer)
+
             column = ""
             if isinstance(layer, MarkerWrapper) and layer.is_column:
-                column = repr(next_key(layer.key) if layer.describes_step else layer.key)
-            rows.append((type(layer).__name__ if isinstance(layer, VectorWrapper) else repr(layer), column))
+                key = layer.key
+                if layer.describes_step:
+                    key = next_key(key)
+                column = repr(key)
+            rows.append((name, column))
         return html_table(rows, ("stack", "column"))
 
     @property
@@ -142,12 +152,15 @@ class MarkerWrapper(VectorWrapper):
         """Reset the env; add the markers of the sub-envs that were reset."""
         mask = (options or {}).get("reset_mask")
         env: Any = self.env  # Gymnasium annotates the seed of vector envs as an int only
-        obs, info = env.reset(seed=seed, options=dict(options) if options else None)
+        passed = dict(options) if options else None
+        obs, info = env.reset(seed=seed, options=passed)
+
         like = self.stream.first
         if mask is None:
             rows = full_for(like, self.num_envs, True, torch.bool)
         else:
             rows = self.stream.as_mask(mask)
+
         self._on_reset(obs, info, rows)
         return obs, info
 
@@ -241,10 +254,14 @@ class StepCounter(MarkerWrapper):
         """Step the env; count the steps of each running episode."""
         result = self.env.step(actions)
         count = self._count + 1
+
         if self.stream.any_first is not False:  # None on a device, where checking would sync
             fill_rows(count, self.stream.first, 0)
         self._count = count
-        result[4][self.info_name] = count if self.stream.lends_markers else copy_of(count)
+
+        if not self.stream.lends_markers:
+            count = copy_of(count)
+        result[4][self.info_name] = count
         return result
 
 
@@ -274,7 +291,7 @@ class TrajId(MarkerWrapper):
         self.writer = writer_number(writer)
         self._ids: Array = None
         self._episode = 0
-        # of the pool that these envs belong to
+        # Of the pool that these envs belong to.
         self._first = 0
         self._total = self.num_envs
 
@@ -288,6 +305,7 @@ class TrajId(MarkerWrapper):
             self._ids = numbers + (self.writer << ID_BITS) + self._episode * self._total
         else:
             self._ids = self._ids + rows * self._total  # a new array: the caller may keep the old one
+
         info[self.info_name] = copy_of(self._ids)
 
     def step(self, actions: Tree) -> Step:
@@ -299,7 +317,11 @@ class TrajId(MarkerWrapper):
                 self._ids = torch.add(self._ids, first, alpha=self._total)
             else:
                 self._ids = self._ids + first * self._total
-        result[4][self.info_name] = self._ids if self.stream.lends_markers else copy_of(self._ids)
+
+        ids = self._ids
+        if not self.stream.lends_markers:
+            ids = copy_of(ids)
+        result[4][self.info_name] = ids
         return result
 
     @property
@@ -330,6 +352,7 @@ class TrajId(MarkerWrapper):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue above the ids of a saved run; a full reset must follow before the next step."""
+        # Together: a state that lacks an entry changes nothing.
         self.writer, self._episode, self._ids = state["writer"], state["episode"], None
         self.stream.moves.count += 1  # other collectors over this wrapper must reset, too
 
@@ -362,22 +385,28 @@ class RewardSum(MarkerWrapper):
 
     def _on_reset(self, obs: Tree, info: Info, rows: Array) -> None:
         zero = full_for(self.stream.first, self.num_envs, 0.0, torch.float32)
-        self._sum = zero if self._sum is None else select(rows, zero, self._sum)
+        if self._sum is None:
+            self._sum = zero
+        else:
+            self._sum = select(rows, zero, self._sum)
         info[self.info_name] = copy_of(self._sum)
 
     def step(self, actions: Tree) -> Step:
         """Step the env; add the rewards of all transitions to the returns (a reset-only step is not a transition)."""
         result = self.env.step(actions)
         stream = self.stream
+
         reward = result[1]
         if reward.dtype != self._sum.dtype:  # an inner wrapper made it float64
             if isinstance(reward, Tensor):
                 reward = reward.to(self._sum.dtype)
             else:
                 reward = reward.astype(np.float32)
+
         total = self._sum + reward
         if not stream.same_step and stream.any_first is not False:
             fill_rows(total, stream.first, 0.0)  # an inner wrapper may have added a reward in the reset row
+
         # A new array: `total`, with the full returns of ended episodes, is passed on to the caller.
         if isinstance(total, Tensor):
             self._sum = total.masked_fill(stream.ended, 0.0)
@@ -385,6 +414,7 @@ class RewardSum(MarkerWrapper):
             self._sum = copy_of(total)
             if stream.any_ended is not False:
                 fill_rows(self._sum, stream.ended, 0.0)
+
         result[4][self.info_name] = total
         return result
 
@@ -422,6 +452,7 @@ class RecurrentPrimer(MarkerWrapper):
         for key, value in self.states.items():
             # One row per env, [*S] -> [E, *S]; cloned, because the caller may write into them.
             primed = value.to(device).expand(self.num_envs, *value.shape).clone()
+
             *parents, name = as_tuple(key)
             place = info
             for parent in parents:
@@ -464,6 +495,7 @@ def set_recurrent_primers_from(env: EnvLike, policy: object) -> VectorEnv[Any, A
     states = recurrent_states(policy)
     if states and find_wrapper(adapted, InitTracker) is None:
         adapted = InitTracker(adapted)
+
     primer = find_wrapper(adapted, RecurrentPrimer)
     if primer is None:
         if states:
@@ -488,16 +520,20 @@ def recurrent_states(policy: object) -> States:
     >>> recurrent_states(nn.Linear(2, 2))
     {}
     """
-    parts = policy.modules() if isinstance(policy, nn.Module) else (policy,)
-    in_order = set(_steps(policy)) if isinstance(policy, nn.Module) else set()
+    parts: Any = (policy,)
+    in_order: set[Any] = set()
+    if isinstance(policy, nn.Module):
+        parts = policy.modules()
+        in_order = set(_steps(policy))
+
     states: States = {}
     owners: dict[NestedKey, Any] = {}
     for part in parts:
-        primer: Any = getattr(
-            part, "make_tensordict_primer", None
-        )  # any object may have this method, not only nn.Module
+        # Any object may have this method, not only nn.Module.
+        primer: Any = getattr(part, "make_tensordict_primer", None)
         if primer is None:
             continue
+
         for key, value in _defaults(primer()):
             check_same(key, states.get(key), value)
             states[key] = value
@@ -523,6 +559,7 @@ def _defaults(primer: Any) -> Iterator[tuple[NestedKey, Tensor]]:
     if hasattr(primer, "defaults"):
         yield from primer.defaults.items()
         return
+
     for key in primer.primers.keys(True, True):
         default = primer.default_value
         spec = primer.primers[key]
@@ -530,8 +567,7 @@ def _defaults(primer: Any) -> Iterator[tuple[NestedKey, Tensor]]:
         if primer.random or callable(value):
             raise TypeError(
                 f"the recurrent state {key!r} must start from fixed values, but its primer draws them at random: "
-                "pass the "
-                "primer a default_value"
+                "pass the primer a default_value"
             )
         yield key, torch.as_tensor(value, dtype=spec.dtype).expand(spec.shape).clone()
 
@@ -540,6 +576,7 @@ def check_same(key: NestedKey, known: Tensor | None, value: Tensor) -> None:
     """Raise ValueError if a state is declared twice with different initial values."""
     if known is None:
         return
+
     if known.shape != value.shape or not torch.equal(known.to(value), value):
         raise ValueError(
             f"the recurrent state {key!r} is declared twice, with shapes {tuple(known.shape)} and "

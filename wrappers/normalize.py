@@ -61,14 +61,17 @@ class NormalizeObservation(MarkerWrapper):
         else:
             self.clip = float(number("clip", clip, above=0))
         self.epsilon = float(number("epsilon", epsilon, above=0, below=math.inf))
+
         if any(isinstance(layer, ObservationDelta) for layer in layers(self.env)):
             raise ValueError(
                 "NextObservationDelta is inside NormalizeObservation and would compute differences of raw "
                 "observations: put NormalizeObservation directly around your env"
             )
+
         self.update_running_mean = True
         self.statistics: dict[str, Moments] = {}
         self._paths: list[tuple[Any, ...]] = []  # paths of the leaves with statistics, in order
+
         space, self._moments = self._prepare(self.single_observation_space, ())
         self.single_observation_space = space
         self.observation_space = batch_space(space, self.num_envs)
@@ -77,16 +80,18 @@ class NormalizeObservation(MarkerWrapper):
         """Return the normalised observation space and the tree of statistics (None for non-floating leaves)."""
         if isinstance(space, spaces.Dict):
             parts = {key: self._prepare(child, (*path, key)) for key, child in space.spaces.items()}
-            return spaces.Dict({key: new for key, (new, _) in parts.items()}), {
-                key: moments for key, (_, moments) in parts.items()
-            }
+            children = {key: child for key, (child, _) in parts.items()}
+            return spaces.Dict(children), {key: moments for key, (_, moments) in parts.items()}
+
         if isinstance(space, spaces.Tuple):
             news, trees = zip(
                 *(self._prepare(c, (*path, i)) for i, c in enumerate(space.spaces)), strict=True
             )
             return spaces.Tuple(news), tuple(trees)
+
         if not isinstance(space, spaces.Box) or not np.issubdtype(space.dtype, np.floating):
             return space, None
+
         moments = Moments(space.shape, self.stream.capabilities.device)
         self._paths.append(path)
         self.statistics[".".join(map(str, path)) or "observation"] = moments
@@ -115,6 +120,7 @@ class NormalizeObservation(MarkerWrapper):
             raise ValueError(
                 f"state_dict must hold tensors of shapes {shapes}, got {given}: it belongs to another env"
             )
+
         for entry, moments in self.statistics.items():
             names = ("count", "mean", "var")
             moments.load_state_dict({name: state_dict[f"{entry}.{name}"] for name in names})
@@ -131,6 +137,7 @@ class NormalizeObservation(MarkerWrapper):
         """Step the env; count and normalise its observations, those of ended episodes included."""
         obs, reward, terminated, truncated, info = self.env.step(actions)
         stream = self.stream
+
         final = stream.final_of(info)
         columns = [("the observation", obs, None)]
         if final is not None and stream.same_step and stream.any_ended is not False:
@@ -140,6 +147,7 @@ class NormalizeObservation(MarkerWrapper):
                 rows = stream.ended & stream.known
             columns.append(("info['final_obs']", final, rows))
         self._count(columns)
+
         normalized = self._normalize(obs)
         if final is not None:
             info["final_obs"] = normalized if stream.any_ended is False else self._normalize(final)
@@ -150,17 +158,14 @@ class NormalizeObservation(MarkerWrapper):
         if not self.update_running_mean:
             return
         for path, (entry, moments) in zip(self._paths, self.statistics.items(), strict=True):
-            of = "" if not path else f" {entry!r}"
-            moments.add(
-                *(
-                    (
-                        name + of,
-                        to_torch(leaves_at(tree, [path])[0]),
-                        None if rows is None else to_torch(rows),
-                    )
-                    for name, tree, rows in columns
-                )
-            )
+            of = f" {entry!r}" if path else ""
+            parts = []
+            for name, tree, rows in columns:
+                (leaf,) = leaves_at(tree, [path])
+                if rows is not None:
+                    rows = to_torch(rows)
+                parts.append((name + of, to_torch(leaf), rows))
+            moments.add(*parts)
 
     def _normalize(self, obs: Tree) -> Tree:
         """Return a normalised copy; leaves without statistics are passed through."""
@@ -168,6 +173,7 @@ class NormalizeObservation(MarkerWrapper):
         def leaf(array: Array, moments: Moments | None) -> Array:
             if moments is None:
                 return array
+
             out = moments.normalized(to_torch(array), self.epsilon, self.clip)
             if isinstance(array, Tensor):
                 return out

@@ -131,6 +131,7 @@ class VectorSource(ABC):
         #: Whether the caller copies reward, flags and final observations before the next step, as a collector does.
         #: Then they are not copied here.
         self.lends = False
+
         self.single_observation_space = observation_space
         self.single_action_space = action_space
         self.capabilities = capabilities
@@ -219,6 +220,7 @@ def info_dict(info: object, env: object) -> Info:
             f"info must be a dict of columns, {{'name': values of all envs}}, got {came} from {name}: for a list with "
             "one dict for each env return one dict"
         )
+
     return dict(info)
 
 
@@ -268,6 +270,7 @@ class TorchView(SourceView):
         self._device = device or torch.device("cpu")
         space = source.single_action_space
         native = source.capabilities
+
         self._check_actions = ActionCheck(
             space, source.num_envs, "numpy", check_range=not native.checks_range
         )
@@ -297,11 +300,10 @@ class TorchView(SourceView):
     def final_obs(self, info: Info, obs: Tree, ended: Array, given: Tree | None = None) -> Tree | None:
         shown, done = self._seen
         # Not read if no episode ended: any tree of the right shapes will do.
-        needed = given is not None or done.any()
-        if needed:
+        final = shown
+        if given is not None or done.any():
             final = self.source.final_obs(info, shown, done, given)
-        else:
-            final = shown
+
         if final is None:
             return None
         return self._tensors(final)
@@ -328,6 +330,7 @@ class DtypeView(SourceView):
             )
         self._dtype = dtype
         self._np_dtype = np.dtype(str(dtype).removeprefix("torch."))
+
         space = _cast_space(source.single_observation_space, self._np_dtype)
         super().__init__(source, space, source.capabilities)
 
@@ -354,6 +357,7 @@ class DtypeView(SourceView):
             if leaf.is_floating_point():
                 return leaf.to(self._dtype)
             return leaf
+
         leaf = np.asarray(leaf)
         if leaf.dtype.kind == "f":
             return leaf.astype(self._np_dtype, copy=False)
@@ -366,6 +370,7 @@ def _cast_space(space: spaces.Space[Any], dtype: np.dtype[Any]) -> spaces.Space[
         return spaces.Dict({key: _cast_space(child, dtype) for key, child in space.spaces.items()})
     if isinstance(space, spaces.Tuple):
         return spaces.Tuple(tuple(_cast_space(child, dtype) for child in space.spaces))
+
     if not isinstance(space, spaces.Box) or space.dtype.kind != "f" or space.dtype == dtype:
         return space
     with np.errstate(over="ignore"):  # a bound beyond the dtype's range becomes infinite

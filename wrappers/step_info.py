@@ -73,10 +73,15 @@ class StepInfo(Mapping[str, Any]):
             if name in self._info:
                 return self._info[name]
             return self._final[name]
+
         if isinstance(now, Mapping) or isinstance(last, Mapping):
+            if not isinstance(now, Mapping):
+                now = {}
+            if not isinstance(last, Mapping):
+                last = {}
             return StepInfo(
-                now if isinstance(now, Mapping) else {},
-                last if isinstance(last, Mapping) else {},
+                now,
+                last,
                 ended=self._ended,
                 lost=self._lost,
                 env=self._env,
@@ -93,11 +98,12 @@ class StepInfo(Mapping[str, Any]):
         if last is None:
             if not self._has_rows(now):
                 return now
-            return fill_rows(
-                copy_of(now), rows_like(self._ended, now), None if now.dtype == object else False
-            )
+            empty = None if now.dtype == object else False
+            return fill_rows(copy_of(now), rows_like(self._ended, now), empty)
+
         if now is None or not self._has_rows(last):
             return last
+
         if not self._has_rows(now) or now.shape != last.shape:
             raise ValueError(
                 f"{self._named(name)} of {self._env} must have one shape, got {np.shape(now)}, and "
@@ -109,6 +115,7 @@ class StepInfo(Mapping[str, Any]):
         """Return the entry with NaN in the lost rows; ValueError if it has no NaN and a row is lost."""
         if not self._has_rows(entry):
             return entry
+
         rows = rows_like(lost, entry)
         if isinstance(entry, Tensor):
             floating = entry.is_floating_point()
@@ -116,6 +123,7 @@ class StepInfo(Mapping[str, Any]):
             floating = entry.dtype.kind == "f"
         if floating:
             return fill_rows(copy_of(entry), rows, float("nan"))
+
         if name.startswith("_"):  # Gymnasium's mask of the rows that returned the entry
             return fill_rows(copy_of(entry), rows, False)
         if not bool(rows.any()):  # on a device this syncs; only entries without NaN come here

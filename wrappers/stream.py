@@ -106,16 +106,21 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         check_space(source.single_observation_space, "observation_space")
         check_space(source.single_action_space, "action_space")
         self.single_observation_space = source.single_observation_space
-        self.single_action_space = space = source.single_action_space
+        self.single_action_space = source.single_action_space
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self.render_mode = getattr(source.env, "render_mode", None)
         self.spec = getattr(source.env, "spec", None)
-        self.capabilities = can = source.capabilities
-        rows = can.batch_size or self.num_envs
-        self._check_actions = ActionCheck(space, rows, can.framework, can.device, not can.checks_range)
+
+        can = source.capabilities
+        self.capabilities = can
         self._on_host = can.framework == "numpy"
-        self._final = final_obs
+        rows = can.batch_size or self.num_envs
+        self._check_actions = ActionCheck(
+            self.single_action_space, rows, can.framework, can.device, not can.checks_range
+        )
+        self.actions: Tree = None
+
         if final_obs != "auto" and mode is not AutoresetMode.SAME_STEP:
             raise ValueError(
                 f"final_obs={final_obs!r} is for envs with autoreset_mode=SAME_STEP; in {mode.name} the step itself "
@@ -126,26 +131,39 @@ class VectorStream(VectorEnv[Any, Any, Any]):
                 "an env with autoreset_mode=DISABLED must be able to reset chosen envs (reset_mask or "
                 f"env_ids), and {type(source.env).__name__} cannot: use one of its autoresetting modes"
             )
+
+        # How ended rows are reset, and where their last observations are.
         self._folds = mode is AutoresetMode.DISABLED  # this stream resets the ended rows within the same step
         self._native_same_step = mode is AutoresetMode.SAME_STEP
+        self._final = final_obs
         self.hides_final_obs = self._native_same_step and (
             final_obs is None or (final_obs == "auto" and can.hides_final_obs)
         )
-        self._declare(AutoresetMode.NEXT_STEP if mode is AutoresetMode.NEXT_STEP else AutoresetMode.SAME_STEP)
+        if mode is AutoresetMode.NEXT_STEP:
+            self._declare(AutoresetMode.NEXT_STEP)
+        else:
+            self._declare(AutoresetMode.SAME_STEP)
         self._limit: int | None = None
         self._elapsed: Array = None  # with a limit: steps of each row's episode so far, int64 (E,)
-        self._stepped = False
         self._absent: Array | None = None  # NEXT_STEP: the rows of absent agents, see `VectorSource.absent`
+
         self.moves = moves_of(getattr(source.stepped, "unwrapped", source.stepped))
         self.at = -1
-        self.actions: Tree = None
-        self.lends = self.lends_markers = self.drawn = False
+        self._stepped = False
+
+        # What a collector promises.
+        self.lends = False
+        self.lends_markers = False
+        self.drawn = False
+
+        # The flags of the last step or reset.
         self.first: Array = None
         self.ended: Array = None
         self.known: Array | None = None
         self.has_final = False
         self.any_first: bool | None = True
         self.any_ended: bool | None = False
+
         # The entries of info that the env itself returned in the last step that may have ended an episode. Of these,
         # RecordEpisodeStatistics writes those of the step where SAME_STEP keeps the entries of the reset.
         self._own_entries: set[str] = set()
@@ -215,25 +233,14 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         """
         if max_steps is not None and self._limit is not None and self._limit <= max_steps:
             return  # for example a second evaluation in this env
+
         limits = max_steps is not None
         asked = f"max_steps={max_steps}" if limits else "autoreset='same_step'"
         if (limits or not self.same_step) and not self.capabilities.partial_reset:
-            name = type(self.source.env).__name__
-            if limits and is_from("ale_py", self.source.env):
-                raise ValueError(
-                    f"{asked} needs an env that can reset chosen envs, and {name} cannot: set the limit in the env, "
-                    "max_num_frames_per_episode=..."
-                )
-            if limits:
-                way_out = "or set the limit in the env (gymnasium, envpool: max_episode_steps=...)"
-            else:
-                way_out = "or with autoreset_mode=SAME_STEP"
-            raise ValueError(
-                f"{asked} needs an env that can reset chosen envs, and {name} cannot: make it with "
-                f"vectorization_mode='sync', {way_out}"
-            )
+            raise self._partial_reset_error(asked, limits)
         if (limits or not self.same_step) and self.at >= 0:
             raise ValueError(f"{asked} must be set before the env's first reset")
+
         if max_steps is not None:
             if self._limit is None:
                 self._limit = max_steps
@@ -245,8 +252,27 @@ class VectorStream(VectorEnv[Any, Any, Any]):
                     f"{asked} needs the last observations, and final_obs=None says that the env hides them"
                 )
             self.hides_final_obs = False  # a step that hides an observation raises
+
         self._folds = not self._native_same_step
         self._declare(AutoresetMode.SAME_STEP)
+
+    def _partial_reset_error(self, asked: str, limits: bool) -> ValueError:
+        """Return the error for an env that cannot reset chosen rows."""
+        name = type(self.source.env).__name__
+        if limits and is_from("ale_py", self.source.env):
+            return ValueError(
+                f"{asked} needs an env that can reset chosen envs, and {name} cannot: set the limit in the env, "
+                "max_num_frames_per_episode=..."
+            )
+
+        if limits:
+            way_out = "set the limit in the env (gymnasium, envpool: max_episode_steps=...)"
+        else:
+            way_out = "with autoreset_mode=SAME_STEP"
+        return ValueError(
+            f"{asked} needs an env that can reset chosen envs, and {name} cannot: make it with "
+            f"vectorization_mode='sync', or {way_out}"
+        )
 
     def reset(self, *, seed: Seed = None, options: Info | None = None) -> tuple[Tree, Info]:
         """Reset all rows, or those of ``options["reset_mask"]`` (bool ``(E,)``, NumPy or torch).
@@ -254,17 +280,22 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         The caller's ``options`` are not modified. A masked reset returns the full batch; the other rows keep their
         observation.
         """
+        mask = None
         if options is not None:
             expect("options", options, Mapping, "a dict or None")
             options = dict(options) or None
-        mask = options.pop("reset_mask", None) if options else None
+        if options:
+            mask = options.pop("reset_mask", None)
         seed = _plain_seed(seed)
+
         if mask is None:
             first = self.at < 0
+            # Together: an interrupt must not come between.
             self.moves.count = self.at = self.moves.count + 1
             obs, info = self.source.reset(seed, options)
             if first:
                 self._compare_with_space(obs)
+
             like = first_leaf(obs)
             self.first = full_for(like, self.num_envs, True, torch.bool)
             self.ended = full_for(like, self.num_envs, False, torch.bool)
@@ -274,9 +305,19 @@ class VectorStream(VectorEnv[Any, Any, Any]):
                 self._elapsed = None
             self.known = None
             self._stepped = False
-            self._absent = None if self.same_step else self.source.absent()
-            self.any_first, self.any_ended = (True, False) if self._on_host else (None, None)
+
+            if self.same_step:
+                self._absent = None
+            else:
+                self._absent = self.source.absent()
+            if self._on_host:
+                self.any_first = True
+                self.any_ended = False
+            else:
+                self.any_first = None
+                self.any_ended = None
             return obs, info
+
         rows = self.as_mask(mask)
         if not self.capabilities.partial_reset:
             raise ValueError(
@@ -285,8 +326,11 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             )
         if self.moves.count != self.at:
             self._refuse("options['reset_mask'] was given to the first reset: reset all envs first")
+
+        # Together: an interrupt must not come between.
         self.moves.count = self.at = self.at + 1
         obs, info = self.source.reset(seed, options, rows)
+
         # New arrays: the caller may keep the old ones.
         self.first, self.ended = self.first | rows, self.ended & ~rows
         if self._elapsed is not None:
@@ -299,8 +343,10 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         """Step all sub-envs; in SAME_STEP mode ``info["final_obs"]`` is ``(E, ...)`` if the env returns it."""
         if self.moves.count != self.at:
             self._refuse("step was called before reset: call env.reset() first")
+
         self._stepped = True
         self.actions = self._check_actions(actions, self.drawn)
+        # Together: an interrupt must not come between.
         self.moves.count = self.at = self.at + 1
         # Resetting ended rows may overwrite what the step returned.
         self.source.lends = self.lends and not self._folds and self._limit is None
@@ -309,6 +355,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         except Exception as error:  # an env may raise anything for an invalid action
             self._explain(error)
             raise
+
         if not self.capabilities.exact_flags:
             # Convert reward to float32 and flags to bool, all (E,); no copy where they already are.
             if isinstance(reward, Tensor):
@@ -321,6 +368,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
                 reward = np.asarray(reward, dtype=np.float32)
                 terminated = np.asarray(terminated, dtype=bool)
                 truncated = np.asarray(truncated, dtype=bool)
+
             shape = (self.num_envs,)
             if reward.shape != shape or terminated.shape != shape or truncated.shape != shape:
                 if len(reward.reshape(-1)) != self.num_envs:
@@ -331,29 +379,40 @@ class VectorStream(VectorEnv[Any, Any, Any]):
                             f"{name} must be one flag for each of {self.num_envs} envs, got shape {tuple(flags.shape)} "
                             f"from {type(self.source.env).__name__}"
                         )
+
                 reward = reward.reshape(shape)
                 terminated = terminated.reshape(shape)
                 truncated = truncated.reshape(shape)
+
         ended: Array = terminated | truncated
-        # rows that this stream must reset
+        resets: Array | None = None  # rows that this stream must reset
         if self._folds:
             resets = ended
-        else:
-            resets = None
         if self._limit is not None:
             self._elapsed = self._elapsed + 1
             hit = self._elapsed >= self._limit
             # A SAME_STEP env has reset the rows that it ended; other envs leave all ended rows to this stream.
-            resets = hit & ~ended if self._native_same_step else ended | hit
+            if self._native_same_step:
+                resets = hit & ~ended
+            else:
+                resets = ended | hit
             truncated = truncated | hit
             ended = ended | hit
             fill_rows(self._elapsed, ended, 0)
+
         # Checking for an ended row is cheap in NumPy (count_nonzero is faster than any); on a device it would sync.
-        any_ended = bool(np.count_nonzero(ended)) if self._on_host else None
+        any_ended: bool | None = None
+        if self._on_host:
+            any_ended = bool(np.count_nonzero(ended))
+
         if self.same_step:
-            # Two arrays if the caller may keep both: they must not alias.
-            self.first, self.ended = (ended if self.lends_markers else copy_of(ended)), ended
-            self.any_first = self.any_ended = any_ended
+            first = ended
+            if not self.lends_markers:
+                first = copy_of(ended)  # the caller may keep both arrays: they must not alias
+            # Together: an interrupt must not come between.
+            self.first, self.ended = first, ended
+            self.any_first = any_ended
+            self.any_ended = any_ended
             obs, info = self._restart(obs, info, ended, resets)
         else:  # NEXT_STEP: rows that ended in the previous step only reset and return a first observation
             self.first, self.any_first = self.ended, self.any_ended
@@ -366,6 +425,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
                 else:
                     self.any_first = None
                 self._absent = self.source.absent()
+
         return obs, reward, terminated, truncated, info
 
     def true_next(self, obs: Tree, info: Info) -> Tree:
@@ -396,9 +456,11 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         """
         if not self.same_step or self.any_ended is False:
             return obs
+
         final = self.final_of(info)
         if final is not None:
             obs = map_tree(lambda o, f: select(self.ended, f, o), obs, final)
+
         if self.known is not None:
             lost = ~self.known
             obs = map_tree(lambda leaf: fill_rows(copy_of(leaf), lost, _unknown(leaf)), obs)
@@ -433,9 +495,11 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         """
         if not self.same_step or self.any_ended is False:
             return info
+
         final = info.get("final_info")
         if not isinstance(final, Mapping):
             final = {}
+
         return StepInfo(
             info,
             final,
@@ -451,9 +515,11 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             return None
         if not isinstance(info.get("final_info"), Mapping):
             return self.ended
+
         told = info.get("_final_info")
         if told is None:  # it is about all ended rows
             return None
+
         lost = self.ended & ~rows_like(told, self.ended)
         if not self._on_host or lost.any():
             return lost
@@ -484,8 +550,10 @@ class VectorStream(VectorEnv[Any, Any, Any]):
                 f"{type(self.source.env).__name__} cannot be moved to {device}: only an env that was never "
                 "reset can be moved, and an envpool in async mode cannot"
             )
+
         self.source = TorchView(self.source, device)
-        self.capabilities = can = self.source.capabilities
+        self.capabilities = self.source.capabilities
+        can = self.capabilities
         self._check_actions = ActionCheck(self.single_action_space, self.num_envs, can.framework, can.device)
         self._on_host = False
 
@@ -504,6 +572,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         """
         if self.moves.count != self.at:
             self._refuse("send was called before reset: call env.reset() first")
+
         sent = map_tree(copy_of, self._check_actions(actions))
         self.source.send(sent)
         return sent
@@ -547,8 +616,11 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         env = self._with_method("call")
         if env is not None:
             return tuple(env.call(name, *args, **kwargs))
+
         value = getattr(self.source.env, name)
-        return (value(*args, **kwargs) if callable(value) else value,) * self.num_envs
+        if callable(value):
+            value = value(*args, **kwargs)
+        return (value,) * self.num_envs
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """Return an attribute of every sub-env, see `call`."""
@@ -582,22 +654,29 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             else:
                 by_env = ended & ~resets
             final = self._native_final(info, obs, by_env)
-            self.known = ~by_env if final is None else None
+            if final is None:
+                self.known = ~by_env
+            else:
+                self.known = None
+
             if resets is not None and self.any_ended is not False:
                 if final is None:
                     final = obs
                 else:
                     final = map_tree(lambda o, f: select(resets, o, f), obs, final)
+
         # On a device `any` syncs, but only if this stream resets rows: their env needs the row numbers anyway.
         if resets is not None and self.any_ended is not False and bool(resets.any()):
             fresh, reset_info = self.source.reset(None, None, resets)
             obs = map_tree(lambda new, old: select(resets, new, old), fresh, obs)
             info = _merge_reset_info(info, reset_info, resets)
+
         self.has_final = final is not None
         if final is None:
             info.pop("final_obs", None)
         else:
             info["final_obs"] = final
+
         if self.any_ended is not False:
             self._own_entries = info.keys() - self._of_step
         return obs, info
@@ -608,6 +687,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             return None
         if self.any_ended is False:
             return obs
+
         if self._final == "auto":
             final = self.source.final_obs(info, obs, ended)
             if final is None and not self.hides_final_obs and bool(ended.any()):
@@ -617,10 +697,12 @@ class VectorStream(VectorEnv[Any, Any, Any]):
                     "them, as_vector_env(env, final_obs=None) or Capabilities(hides_final_obs=True)"
                 )
             return final
+
         if callable(self._final):
             given = self._final(info, ended)
         else:
             given = info.get(self._final)
+
         if given is None:
             # Some envs return it only in steps that end an episode. Checking that syncs with a device.
             if not bool(ended.any()):
@@ -643,6 +725,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             else:
                 mask = np.asarray(mask)
             is_bool = mask.dtype == np.bool_
+
         if not is_bool or tuple(mask.shape) != (self.num_envs,):
             raise ValueError(
                 f"options['reset_mask'] must be bool of shape ({self.num_envs},), got {mask.dtype} of shape "
@@ -674,7 +757,12 @@ def _compare_entries(name: str, space: spaces.Space[Any], obs: Tree) -> None:
             return
         values = obs if isinstance(obs, Mapping) else {}
         for names, one, other in ((extra, values, space.spaces), (lacks, space.spaces, values)):
-            names += [(*path, key) if path else key for key in one if key not in other]
+            missing = [key for key in one if key not in other]
+            if path:
+                names += [(*path, key) for key in missing]
+            else:
+                names += missing
+
         for key in space.spaces.keys() & values.keys():
             walk(space[key], values[key], (*path, key))
 
@@ -734,18 +822,25 @@ def _merge_rows(info: Info, reset_info: Info, rows: Array) -> dict[str, Any]:
     for key, value in info.items():
         if key in reset_info or key in ("final_info", "_final_info"):
             continue
+
         if isinstance(value, dict):
             merged[key] = _merge_rows(value, {}, rows)
         elif _has_rows(value, rows):
             merged[key] = _clear_rows(value, rows)
+
     for key, value in reset_info.items():
         old: Any = info.get(key)
         if isinstance(value, dict) and isinstance(old, dict):
             merged[key] = _merge_rows(old, value, rows)
             continue
+
         merged[key] = value
-        if isinstance(value, np.ndarray | Tensor) and isinstance(old, np.ndarray | Tensor):
-            merged[key] = select(rows, value, old) if old.shape == value.shape else value
+        if (
+            isinstance(value, np.ndarray | Tensor)
+            and isinstance(old, np.ndarray | Tensor)
+            and old.shape == value.shape
+        ):
+            merged[key] = select(rows, value, old)
     return merged
 
 
@@ -755,6 +850,7 @@ def _unknown(leaf: Array) -> float:
         floating = leaf.is_floating_point()
     else:
         floating = leaf.dtype.kind == "f"
+
     if floating:
         return float("nan")
     return 0
@@ -767,7 +863,10 @@ def _has_rows(entry: object, rows: Array) -> bool:
 
 def _clear_rows(entry: Array, rows: Array) -> Array:
     """Return a copy of an ``info`` entry with empty values (0, False or None) in the given rows."""
-    return fill_rows(copy_of(entry), rows, None if entry.dtype == object else False)
+    empty: bool | None = False
+    if entry.dtype == object:
+        empty = None
+    return fill_rows(copy_of(entry), rows, empty)
 
 
 def _final_info(info: Info, rows: Array) -> dict[str, Any]:
@@ -775,6 +874,7 @@ def _final_info(info: Info, rows: Array) -> dict[str, Any]:
     native = info.get("final_info")
     if not isinstance(native, dict):
         return info
+
     step = {key: value for key, value in info.items() if key not in ("final_info", "_final_info")}
     return _mix_rows(step, native, rows)
 
@@ -786,8 +886,10 @@ def _mix_rows(step: Info, native: Info, rows: Array) -> dict[str, Any]:
         mine: Any = step.get(key)
         other: Any = native.get(key)
         if isinstance(value, dict):
-            mine = mine if isinstance(mine, dict) else {}
-            other = other if isinstance(other, dict) else {}
+            if not isinstance(mine, dict):
+                mine = {}
+            if not isinstance(other, dict):
+                other = {}
             final[key] = _mix_rows(mine, other, rows)
         elif _has_rows(mine, rows) and _has_rows(other, rows) and mine.shape == other.shape:
             final[key] = select(rows, mine, other)

@@ -34,10 +34,12 @@ def checked_returns(env: SyncVectorEnv, method: str) -> Iterator[None]:
         own = getattr(part, "__dict__", None)
         if own is None:
             continue
+
         before.append((own, own.get(method)))
         where = f"{method} of {_name(part)} (env {number})"
         # In the instance's dict: an env's __setattr__ may pass attributes on.
         own[method] = partial(check, env, where, getattr(part, method))
+
     try:
         yield
     finally:
@@ -60,9 +62,11 @@ class LastObservations:
     def __init__(self, env: SyncVectorEnv) -> None:
         #: The copies, by the env's number; None before the end of its first episode.
         self.copies: list[Tree | None] = [None] * env.num_envs
+
         self._holders: list[dict[str, Any] | None] = [getattr(part, "__dict__", None) for part in env.envs]
         self._before = [None if own is None else own.get("step") for own in self._holders]
         self._shadows = [partial(self._step, number, part.step) for number, part in enumerate(env.envs)]
+
         for own, shadow in zip(self._holders, self._shadows, strict=True):
             if own is not None:
                 own["step"] = shadow
@@ -78,6 +82,7 @@ class LastObservations:
         own = self._holders[number]
         if own is None or own.get("step") is not self._shadows[number]:
             return  # of another adapter around the same env, which calls this one's
+
         self._holders[number] = None
         if self._before[number] is None:
             del own["step"]
@@ -89,9 +94,9 @@ def explain_observations(env: SyncVectorEnv, error: Exception) -> None:
     """Raise ValueError, from the given error, if the last observation of a sub-env does not fit its space."""
     for number, obs in enumerate(env._env_obs):
         if obs is None:
-            problem = None
-        else:
-            problem = misfit(env.single_observation_space, obs)
+            continue
+
+        problem = misfit(env.single_observation_space, obs)
         if problem is not None:
             name = _name(env.envs[number])
             raise ValueError(f"the observation of {name} (env {number}) {problem}") from error
@@ -140,6 +145,7 @@ def _check_reset(env: SyncVectorEnv, where: str, reset: Callable[..., Any], **ar
         )
     if len(result) != 2:
         raise ValueError(f"{where} must return (observation, info), got {len(result)} values")
+
     _check_info(where, result[1])
     return result
 
@@ -149,11 +155,11 @@ def _check_step(env: SyncVectorEnv, where: str, step: Callable[..., Any], *actio
     if not isinstance(result, tuple | list):
         raise TypeError(f"{where} must return {_STEP}, got {shown(result)}")
     if len(result) != 5:
+        way_out = ""
         if len(result) == 4:
             way_out = ": split done into terminated and truncated"
-        else:
-            way_out = ""
         raise ValueError(f"{where} returned {len(result)} values: Gymnasium's API has 5, {_STEP}{way_out}")
+
     _check_reward(env, where, result[1])
     _check_info(where, result[4])
     return result
@@ -164,8 +170,10 @@ def _check_reward(env: SyncVectorEnv, where: str, reward: Any) -> None:
         number = np.asarray(reward, np.float64)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(one_reward(f"{shown(reward)} from {where}")) from error
+
     if number.size != 1:
         raise ValueError(one_reward(f"shape {number.shape} from {where}"))
+
     if number.ndim and isinstance(getattr(env, "_rewards", None), np.ndarray):
         env._rewards = env._rewards.view(_OneNumbers)
 
@@ -189,6 +197,7 @@ def _misfit(space: spaces.Space[Any], obs: Tree, rows: tuple[int, ...], at: str)
         present = range(len(obs))
     else:
         return _misfit_of_leaf(space, obs, rows, place)
+
     values: Any = obs
     for key, child in parts:
         inner = f"{at}[{key!r}]" if at else repr(key)
@@ -205,6 +214,7 @@ def _misfit_of_leaf(space: spaces.Space[Any], obs: Any, rows: tuple[int, ...], p
         shape = tuple(np.shape(obs))
     except ValueError:  # a ragged list
         return f"must be an array{place}, got {shown(obs)}"
+
     assert space.shape is not None
     if shape == (*rows, *space.shape):
         return None

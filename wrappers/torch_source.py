@@ -38,36 +38,45 @@ class TorchSource(VectorSource):
         self, env: Any, mode: AutoresetMode, device: torch.device | None, own_buffers: bool | str
     ) -> None:
         base = getattr(env, "unwrapped", env)
+        self.env = env
         # These envs overwrite reward, flags and often observations at every step, so copy them.
         self._copies = bool(own_buffers)
+
+        # What the env's reset takes.
         self._resets = hasattr(env, "reset")
         parameters = inspect.signature(env.reset).parameters if self._resets else {}
         takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         self._takes_seed = takes_all or "seed" in parameters
         self._takes_options = takes_all or "options" in parameters
+
+        # Which simulator it is.
         self._is_maniskill = is_from("mani_skill", base)
         self._is_legged = hasattr(env, "get_privileged_observations")
         self._has_privileged = self._is_legged and env.get_privileged_observations() is not None
+
+        # What is still to be checked.
         self._stepped = False
         self._shapes: Tree = None  # of the observations of the last reset
-        self._check_step = self._check_final = True
+        self._check_step = True
+        self._check_final = True
         self._finals_to_check = _FINALS_TO_CHECK
+
         # Until final observations have been checked: the last output of step, and what the caller got for it and for
         # the one before, which the env does not overwrite.
         self._shown: Tree = None
         self._copy: Tree = None
         self._before: Tree = None
-        self.env = env
+
         observation_space = _declared_space(env, "observation")
-        if observation_space is not None:
-            seen = None
-        else:
+        seen = None
+        if observation_space is None:
             seen = self._with_privileged(_get_observations(env))
         action_space = _declared_space(env, "action")
         if action_space is None:
             if not hasattr(env, "num_actions"):
                 raise _no_space(env, "action")
             action_space = spaces.Box(-np.inf, np.inf, (int(env.num_actions),))
+
         self._device = device or _device_of(base, seen)
         capabilities = Capabilities(
             self._device,
@@ -92,6 +101,7 @@ class TorchSource(VectorSource):
                 f"{name}.reset takes no seed: reset(seed={seed!r}) has no effect; seed the env when you make it",
                 stacklevel=4,
             )
+
         if rows is None:
             if options and self._takes_options:
                 arguments["options"] = options
@@ -102,6 +112,7 @@ class TorchSource(VectorSource):
                 arguments["options"] = {**(options or {}), "env_idx": numbers}
             else:
                 arguments["env_ids"] = numbers
+
         if self._resets:
             result = self.env.reset(**arguments)
         else:
@@ -110,8 +121,13 @@ class TorchSource(VectorSource):
                     f"{name} has no reset: its running episodes continue and count as new ones", stacklevel=4
                 )
             result = self.env.get_observations()
-        obs, info = result if isinstance(result, tuple) else (result, None)
+
+        obs = result
+        info = None
+        if isinstance(result, tuple):
+            obs, info = result
         obs = self._with_privileged(_plain(obs))
+
         leaf = first_leaf(obs)
         if not isinstance(leaf, Tensor):
             raise TypeError(
@@ -128,17 +144,24 @@ class TorchSource(VectorSource):
                 f"device={str(self._device)!r} was expected, but {name} returns tensors on "
                 f"{str(leaf.device)!r}: pass as_vector_env(env, device={str(leaf.device)!r})"
             )
-        self._shapes, self._check_step, self._check_final = _shapes_of(obs), True, True
+
+        self._shapes = _shapes_of(obs)
+        self._check_step = True
+        self._check_final = True
         self._finals_to_check = _FINALS_TO_CHECK
         owned = self._own(obs)
         self._copy = owned
+
         # (The second item is legged_gym's privileged observations; Genesis returns None.)
-        return owned, dict(info) if isinstance(info, dict) else {}
+        if not isinstance(info, dict):
+            info = {}
+        return owned, dict(info)
 
     @override
     def step(self, actions: Tree) -> Step:
         self._stepped = True
         result = self.env.step(actions)
+
         if len(result) == 5 and not self._is_legged:
             obs, reward, terminated, truncated, extras = result
             # (Other interfaces' flags are computed, so they are new tensors.)
@@ -147,7 +170,8 @@ class TorchSource(VectorSource):
                 truncated = truncated.clone()
         elif len(result) in (4, 5):
             obs = result[0]
-            (reward, done, extras) = result[-3:]
+            reward, done, extras = result[-3:]
+
             # "dones" includes time-outs; only the others are terminations.
             done = done.bool()
             timed_out = extras.get("time_outs")
@@ -165,13 +189,16 @@ class TorchSource(VectorSource):
                 f"step must return (obs, reward, terminated, truncated, info) or (obs, reward, dones, extras), got "
                 f"{len(result)} values from {type(self.env).__name__}: write a flatroll.wrappers.VectorSource"
             )
+
         if self._copies and not self.lends:
             reward = reward.clone()
         owned = self._own(obs)
+
         if self._check_final:
             self._shown = obs
             self._before = self._copy
             self._copy = owned
+
         if self._check_step:
             self._check_step = False
             self._refuse_other_shapes("step's observations", obs)
@@ -185,18 +212,23 @@ class TorchSource(VectorSource):
         """
         if given is None:
             given = info.get("final_obs", info.get("final_observation"))
+
         if given is not None:
             if self._check_final:
                 self._refuse_other_shapes("the final observations", given)
                 self._check_final = self._refuse_shared(_plain(given), ended)
                 if not self._check_final:
-                    self._shown = self._copy = self._before = None
+                    self._shown = None
+                    self._copy = None
+                    self._before = None
             if self.lends:
                 return _plain(given)
             return self._own(given)
+
         shown = info.get("terminal")
         if not isinstance(shown, dict) or "env_ids" not in shown:
             return None
+
         numbers = shown["env_ids"]
         # Only the rows of ended envs: write them into a copy of the step's observations.
         return map_tree(lambda o, rows: o.index_copy(0, numbers, rows), obs, _plain(shown["observations"]))
@@ -222,6 +254,7 @@ class TorchSource(VectorSource):
             nonlocal undecided
             if not one.data_ptr() == shown.data_ptr() != 0:
                 return
+
             undecided = True
             if not torch.equal(shown[ended], before[ended]):
                 raise ValueError(
@@ -230,6 +263,7 @@ class TorchSource(VectorSource):
                 )
 
         map_tree(look, final, _plain(self._shown), self._before)
+
         if undecided and bool(ended.any()):
             self._finals_to_check -= 1
         return undecided and self._finals_to_check > 0
@@ -245,6 +279,7 @@ class TorchSource(VectorSource):
             if self._copies:
                 return obs.clone()
             return obs
+
         tree = _plain(obs)
         if self._copies:
             return map_tree(Tensor.clone, tree)
@@ -261,8 +296,12 @@ def _declared_space(env: Any, kind: str) -> spaces.Space[Any] | None:
         sizes = {"state": env.num_obs}
         if env.asymmetric_obs:
             sizes["privileged_state"] = env.num_privileged_obs
-        shapes = {name: (size,) if isinstance(size, int) else tuple(size) for name, size in sizes.items()}
-        return spaces.Dict({name: spaces.Box(-np.inf, np.inf, shape) for name, shape in shapes.items()})
+
+        boxes: dict[str, spaces.Space[Any]] = {}
+        for name, size in sizes.items():
+            shape = (size,) if isinstance(size, int) else tuple(size)
+            boxes[name] = spaces.Box(-np.inf, np.inf, shape)
+        return spaces.Dict(boxes)
     return None
 
 
@@ -270,8 +309,11 @@ def _get_observations(env: Any) -> Tree:
     """Return the observations of rsl_rl's ``get_observations``."""
     if not hasattr(env, "get_observations"):
         raise _no_space(env, "observation")
+
     seen = env.get_observations()
-    return _plain(seen[0] if isinstance(seen, tuple) else seen)
+    if isinstance(seen, tuple):
+        seen = seen[0]
+    return _plain(seen)
 
 
 def _no_space(env: Any, kind: str) -> TypeError:
@@ -294,6 +336,7 @@ def _device_of(env: object, seen: Tree) -> torch.device:
     device = getattr(env, "device", None)
     if device is not None:
         return torch.device(device)
+
     held = [first_leaf(seen), *getattr(env, "__dict__", {}).values()]
     devices = [value.device for value in held if isinstance(value, Tensor)]
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
@@ -314,9 +357,11 @@ def _space_like(space: object) -> spaces.Space[Any]:
     """Convert another library's space object (mjlab has its own classes) to a Gymnasium space."""
     if isinstance(space, spaces.Space):
         return space
+
     children = getattr(space, "spaces", None)
     if isinstance(children, dict):
         return spaces.Dict({key: _space_like(child) for key, child in children.items()})
+
     shape = getattr(space, "shape", None)
     if shape is None:
         raise TypeError(f"env's spaces must be Gymnasium spaces or have a shape, got {type(space).__name__}")
@@ -327,5 +372,6 @@ def _box(sample: Tensor) -> spaces.Box:
     dtype = torch.zeros(0, dtype=sample.dtype).numpy().dtype
     if sample.dtype.is_floating_point:
         return spaces.Box(-np.inf, np.inf, tuple(sample.shape[1:]), dtype.type)
+
     limits = np.iinfo(dtype)
     return spaces.Box(limits.min, limits.max, tuple(sample.shape[1:]), dtype.type)

@@ -37,14 +37,17 @@ class VmasSource(VectorSource):
                 f"max_steps={env.max_steps} makes VMAS report time limits as done, like terminations: make the env "
                 "with terminated_truncated=True"
             )
+
         observation, action = (
             _shared_space(kind, getattr(env, f"{kind}_space"), self._agent_names)
             for kind in ("observation", "action")
         )
+
         device = torch.device(env.device)
         super().__init__(
             env, env.num_envs * agents, observation, action, Capabilities(device, "torch", exact_flags=True)
         )
+
         games = np.arange(env.num_envs)
         self.agents = np.tile(np.arange(agents), len(games)), np.repeat(games, agents)
 
@@ -54,11 +57,13 @@ class VmasSource(VectorSource):
             raise ValueError(f"seed must be one number, with which VMAS seeds all games, got {seed}")
         if rows is None:
             return self._rows(self.env.reset(seed=seed)), {}
+
         of_game = rows.view(self.env.num_envs, -1)
         if bool((of_game.any(1) != of_game.all(1)).any()):
             raise ValueError(
                 "options['reset_mask'] must have all agents of a game or none: a game is reset as a whole"
             )
+
         for game in of_game[:, 0].nonzero().squeeze(-1).tolist():
             self.env.reset_at(game, return_observations=False)
         (shown,) = self.env.get_from_scenario(
@@ -71,10 +76,10 @@ class VmasSource(VectorSource):
         # [G * A, ...] -> one [G, ...] per agent; discrete actions become [G, 1].
         moves = actions.view(self.env.num_envs, len(self._agent_names), -1).unbind(1)
         shown, paid, *dones, infos = self.env.step(list(moves))
-        terminated, truncated = (
-            flag.repeat_interleave(len(self._agent_names))
-            for flag in (dones if len(dones) == 2 else (dones[0], torch.zeros_like(dones[0])))
-        )
+        if len(dones) != 2:
+            dones = [dones[0], torch.zeros_like(dones[0])]
+        terminated, truncated = (flag.repeat_interleave(len(self._agent_names)) for flag in dones)
+
         return self._rows(shown), self._rows(paid).float(), terminated, truncated, self._info(infos)
 
     def _rows(self, by_agent: Any) -> Tree:
@@ -91,6 +96,7 @@ class VmasSource(VectorSource):
             infos = list(by_agent.values())
         else:
             infos = by_agent
+
         first = infos[0]
         shared = [key for key in first if all(_alike(info.get(key), first[key]) for info in infos)]
         return {key: self._rows([info[key] for info in infos]) for key in shared}
@@ -106,9 +112,8 @@ def _alike(one: Any, other: Any) -> bool:
 
 def _shared_space(kind: str, by_agent: Any, names: list[str]) -> spaces.Space[Any]:
     """Return the agents' common space, as a Gymnasium space."""
-    found = [
-        _gymnasium_space(by_agent[name if hasattr(by_agent, "keys") else i]) for i, name in enumerate(names)
-    ]
+    keys = names if hasattr(by_agent, "keys") else range(len(names))
+    found = [_gymnasium_space(by_agent[key]) for key in keys]
     for name, space in zip(names, found, strict=True):
         if space != found[0]:
             raise ValueError(

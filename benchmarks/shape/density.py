@@ -17,6 +17,18 @@ from benchmarks.shape.imports import PACKAGE, ROOMS, ROOT, files_of
 from benchmarks.shape.sizes import LAYOUT_TOKENS, docstring_lines, sizes_of
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+BRANCHES = (
+    ast.If,
+    ast.IfExp,
+    ast.For,
+    ast.While,
+    ast.ExceptHandler,
+    ast.comprehension,
+    ast.match_case,
+    ast.Assert,
+)
+#: Functions above this cyclomatic complexity are counted.
+COMPLEX = 15
 
 
 @dataclass(frozen=True)
@@ -29,13 +41,14 @@ class Density:
     conditional_expressions: int = 0
     blank_lines_in_functions: int = 0
     functions: int = 0
+    complex_functions: int = 0
 
     def __add__(self, other: "Density") -> "Density":
         """Return the counts of both."""
         return Density(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
     def cells(self) -> list[str]:
-        """Return the code lines and tokens as they are, and the other counts per 1,000 lines of code."""
+        """Return code lines, tokens and complex functions as they are, the other counts per 1,000 lines of code."""
         per_1000 = 1000 / self.code_lines
         return [
             f"{self.code_lines:,}",
@@ -45,6 +58,7 @@ class Density:
             f"{self.conditional_expressions * per_1000:.1f}",
             f"{self.blank_lines_in_functions * per_1000:.1f}",
             f"{self.functions * per_1000:.0f}",
+            f"{self.complex_functions}",
         ]
 
 
@@ -55,6 +69,18 @@ def is_parallel(node: ast.AST) -> bool:
         and isinstance(node.targets[0], ast.Tuple)
         and isinstance(node.value, ast.Tuple)
     )
+
+
+def complexity(function: ast.AST) -> int:
+    """Return the cyclomatic complexity of a function, with those of the functions in it."""
+    count = 1
+    for node in ast.walk(function):
+        if isinstance(node, BRANCHES):
+            count += 1
+        elif isinstance(node, ast.BoolOp):
+            count += len(node.values) - 1
+
+    return count
 
 
 def density_of(file: Path) -> Density:
@@ -71,10 +97,10 @@ def density_of(file: Path) -> Density:
         if not outside_code and not is_docstring:
             tokens += 1
 
+    functions = [node for node in nodes if isinstance(node, FUNCTIONS)]
     in_functions: set[int] = set()
-    for node in nodes:
-        if isinstance(node, FUNCTIONS):
-            in_functions.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    for function in functions:
+        in_functions.update(range(function.lineno, (function.end_lineno or function.lineno) + 1))
     blank = [line for line in in_functions - documented if not lines[line - 1].strip()]
 
     return Density(
@@ -83,7 +109,8 @@ def density_of(file: Path) -> Density:
         parallel_assignments=sum(map(is_parallel, nodes)),
         conditional_expressions=sum(isinstance(node, ast.IfExp) for node in nodes),
         blank_lines_in_functions=len(blank),
-        functions=sum(isinstance(node, FUNCTIONS) for node in nodes),
+        functions=len(functions),
+        complex_functions=sum(complexity(function) > COMPLEX for function in functions),
     )
 
 
@@ -111,6 +138,7 @@ def density_table(root: Path = ROOT) -> str:
         "conditional expressions",
         "blank lines in functions",
         "functions",
+        f"of complexity above {COMPLEX}",
     ]
     return table(head, [[room, *density.cells()] for room, density in densities(root).items()])
 

@@ -90,6 +90,7 @@ class H5StorageCheckpointer(FlatStorageCheckpointer):
             raise FileNotFoundError(f"{file} does not exist: H5StorageCheckpointer reads only its own files")
         if number not in (None, 1):
             raise FileNotFoundError(f"{file} holds one version, number 1, not {number}")
+
         h5py = _h5py()
         try:
             with h5py.File(file, "r") as h5:
@@ -155,12 +156,14 @@ class H5Writer:
         """Append rows."""
         first = next(iter(columns.values()))
         count = len(first.lengths if isinstance(first, Ragged) else first)
+
         for name, column in columns.items():
             if isinstance(column, Ragged):
                 self._extend(name, column.values)
                 self._extend(name + _LENGTHS, column.lengths)
             else:
                 self._extend(name, column)
+
         self._first = self.end if self._first is None else self._first
         self.end += count
         self._file.check()
@@ -177,6 +180,7 @@ class H5Writer:
             data.attrs["dtype"] = _name_of(values)
             data[...] = stored
             return
+
         data = self._rows[name]
         before = len(data)
         data.resize(before + len(stored), axis=0)
@@ -192,14 +196,18 @@ class H5Writer:
         """Write the state and rename the file."""
         self._h5.attrs["format"] = _FORMAT
         first = self.end if self._first is None else self._first
-        self._h5.attrs["rows"] = (first, self.end, first if head is None else head)
+        if head is None:
+            head = first
+        self._h5.attrs["rows"] = (first, self.end, head)
         text = np.frombuffer(to_text(state).encode(), np.uint8)
         self._h5.create_dataset("json", data=text, chunks=(max(1, len(text)),), fletcher32=True)
         group = self._h5.create_group("state")
+
         for name, values in (tensors or {}).items():
             stored = _to_numpy(values)
             data = group.create_dataset(name, data=stored)
             data.attrs["dtype"] = _name_of(values)
+
         self._h5.close()
         self._file.check()
         if self._sync:
@@ -231,6 +239,7 @@ class _H5Rows:
         for name, values in tensors.items():
             if name.endswith(_LENGTHS):
                 continue
+
             lengths = tensors.get(name + _LENGTHS)
             counted = values if lengths is None else lengths
             if not counted.ndim or len(counted) != self._skip + self.rows:
@@ -238,10 +247,12 @@ class _H5Rows:
             if lengths is None:
                 columns[name] = values[self._skip :]
                 continue
+
             fits = lengths.ndim == 1 and lengths.dtype is torch.int64 and not bool((lengths < 0).any())
             if not fits or bool((lengths > len(values)).any()) or int(lengths.sum()) != len(values):
                 raise DamagedFileError(f"the lengths of {name!r} do not add up to its {len(values)} values")
             columns[name] = Ragged(values[int(lengths[: self._skip].sum()) :], lengths[self._skip :])
+
         return columns
 
 
@@ -251,6 +262,7 @@ def _read(h5: Any) -> LoadedVersion:
         raise ValueError(
             f"the file has format {form}, this version reads {_FORMAT}: install a later flatroll"
         )
+
     try:
         first, end, head = map(int, _attribute(h5, "rows"))
         datasets = h5_columns(h5, single=True)
@@ -262,11 +274,13 @@ def _read(h5: Any) -> LoadedVersion:
         tensors = {name: _read_dataset(name, data) for name, data in state.items()}
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise DamagedFileError(f"it holds no buffer ({error})") from None
+
     if not 0 <= first <= end or not first <= head <= end:
         raise DamagedFileError(
             f"its row numbers do not fit together: rows {first} ... {end - 1}, valid from row {head} on"
         )
     segments: Any = (_H5Rows(rows, first, head, end),) if end > head else ()
+
     return LoadedVersion(Version(1, _LINE), value, tensors, head, end, {}, segments, None)
 
 
@@ -281,6 +295,7 @@ def _read_dataset(name: str, data: Any) -> Tensor:
             f"{name!r} was written by an earlier version and may be int16 or bfloat16: load and save it with that "
             "version again"
         )
+
     if not isinstance(dtype, torch.dtype) or dtype.itemsize != values.element_size():
         raise DamagedFileError(f"{name!r} has an unknown dtype")
     if values.dtype is dtype:

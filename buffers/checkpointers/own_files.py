@@ -98,12 +98,15 @@ class OwnFilesCheckpointer:
             )
         if not (self._path / name).is_dir():
             raise damaged(f"it lacks the folder {name}")
+
         view = StorageState(storage, ring.used, ring.pool_size)
+
         try:
             self.files.loads(view, self._path / name)
         except (LookupError, TypeError, AttributeError, RuntimeError) as error:
             # Otherwise they would be taken for errors of the tables.
             raise ValueError(f"{type(self.files).__name__}.loads(storage, path) raised {error!r}") from error
+
         if view.loaded is None:
             raise ValueError(
                 f"{type(self.files).__name__}.loads(storage, path) must call storage.load_state_dict(state) with what "
@@ -156,6 +159,7 @@ class OwnFilesSave:
         self._written = None
         self._saved.note(self._ring)
         kept = {_folder_in(self._folder.load(number).extra) for number in self._folder.versions()}
+
         for path in self._saved.path.glob(f"{_PREFIX}*"):
             if path.name not in kept:
                 shutil.rmtree(path, ignore_errors=True)

@@ -131,8 +131,10 @@ class StorageCheckpointerBase:
         """Return the result of :meth:`dump`, or of the save hooks, for these rows."""
         if not self._save_hooks:
             return self.dump(storage, slots)
+
         rows = self.rows_for_hooks(storage, slots)
         full = len(ring) == ring.capacity
+
         converted = False
         for hook in self._save_hooks:
             if hasattr(hook, "shift") and hasattr(hook, "is_full"):
@@ -143,6 +145,7 @@ class StorageCheckpointerBase:
                 converted = True
             else:
                 rows = hook(rows, path=path)
+
         if converted or (isinstance(rows, TensorDictBase) and not rows.batch_dims):
             memory = torch.frombuffer(
                 bytearray(_to_bytes(rows, "what the save hooks returned")), dtype=torch.uint8
@@ -150,6 +153,7 @@ class StorageCheckpointerBase:
             lengths = torch.zeros(len(slots), dtype=torch.int64)
             lengths[0] = len(memory)
             return {_CONVERTED: Ragged(memory, lengths)}
+
         return self.dump_given(storage.structure, rows, len(slots))
 
     def rows_for_hooks(self, storage: Storage, slots: Tensor) -> Any:
@@ -195,6 +199,7 @@ class StorageCheckpointerBase:
         """Return the result of :meth:`restore` for a version with ``ring``'s rows, after the load hooks."""
         if not self._load_hooks:
             return self.restore(storage, tables, spans(ring, version), ring.used)
+
         changed = []
         for slots, read in spans(ring, version):
             tensors = read({})
@@ -202,6 +207,7 @@ class StorageCheckpointerBase:
                 parts = _read_converted(tensors[_CONVERTED])
             else:
                 parts = [(len(slots), self.given_from(storage, tables, tensors))]
+
             first = 0
             for count, given in parts:
                 for hook in self._load_hooks:
@@ -210,6 +216,7 @@ class StorageCheckpointerBase:
                 part = slots[first : first + count]
                 changed.append(Span(part, lambda targets, dumped=dumped: dumped))  # type: ignore[misc]
                 first += count
+
         return self.restore(storage, tables, changed, ring.used)
 
     def versions(self, path: Path) -> list[int]:
@@ -246,6 +253,7 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
                 f"{type(self).__name__} copies rows, but the rows of a {type(storage).__name__} are in files "
                 "already: use DiskStorageCheckpointer, its default"
             )
+
         for key, column in storage.columns.items():
             kind = type(column)
             if kind.restore is Column.restore and kind.load_state_dict is not Column.load_state_dict:
@@ -262,6 +270,7 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
             for part, values in column.dump(slots).items():
                 at = name if part == "values" else f"{name}#{part}"
                 dumped[at] = Ragged(*values) if isinstance(values, tuple) else values
+
         return dumped
 
     @override
@@ -272,25 +281,35 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
         columns = storage.columns_like(tables)
         names: dict[str, NestedKey] = {column_name(key): key for key in columns}
         parts: dict[NestedKey, list[Part]] = {key: [] for key in columns}
+
         # Plain rows are copied file by file, so that at most one file is in memory twice.
         plain = {
             key: host_memory(rows, column.dtype, column.shape)
             for key, column in columns.items()
             if type(column).restore is Column.restore
         }
+
         # True for slots in no file: the ring has dropped their rows.
         blank = torch.ones(rows, dtype=torch.bool)
+
         for slots, read in spans:
             first = int(slots[0]) if len(slots) else -1
             count = len(slots)
+
             in_place = first >= 0 and int(slots[-1]) - first == count - 1  # consecutive slots
             if in_place:
                 blank[first : first + count] = False
             else:
                 blank[slots[slots >= 0]] = False
+
             targets = {column_name(key): values[first : first + count] for key, values in plain.items()}
-            tensors = read(targets if in_place else {})
+            if in_place:
+                into = targets
+            else:
+                into = {}
+            tensors = read(into)
             found: dict[NestedKey, dict[str, FileColumn]] = {key: {} for key in columns}
+
             for name, values in tensors.items():
                 column, _, part = name.partition("#")
                 if name == _CONVERTED:
@@ -305,6 +324,7 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
                 if column not in names:
                     raise damaged(f"its rows have an entry {column!r}, expected {sorted(names)}")
                 found[names[column]][part or "values"] = values
+
             for key, dumped in found.items():
                 if key in plain:
                     values = columns[key].check_dump(dumped)
@@ -312,18 +332,22 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
                         scatter(plain[key], slots, values)
                 else:
                     parts[key].append(Part(slots, dumped))
+
         empty = blank.nonzero().squeeze(1)
         if len(empty):  # the memory was not initialised
             for values in plain.values():
                 put_rows(values, empty, values.new_zeros((len(empty), *values.shape[1:])))
+
         restored: dict[NestedKey, Any] = {
             key: {"values": values, "unshared": True} for key, values in plain.items()
         }
+
         for key in columns.keys() - plain.keys():
             try:
                 restored[key] = columns[key].restore(parts[key], rows)
             except ValueError as error:
                 raise ValueError(f"the entry {key!r}: {error}") from None
+
         return {**tables, "columns": restored}
 
     @override
@@ -333,6 +357,7 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
                 f"hooks take rows of plain tensors, the storage keeps {own[0]!r} in another form: leave it out of "
                 "frame_stack, codec and sparse"
             )
+
         return storage.build(
             {key: column.take(slots) for key, column in storage.columns.items()}, slots.shape
         )
@@ -384,12 +409,14 @@ class ListStorageCheckpointer(StorageCheckpointerBase):
                 or column.values.dtype is not torch.uint8
             ):
                 raise damaged("a part has no items")
+
             memory = column.values.numpy().tobytes()
             end = 0
             for slot, size in zip(slots.tolist(), column.lengths.tolist(), strict=True):
                 end += size
                 if slot >= 0:
                     items[slot] = _from_bytes(memory[end - size : end])
+
         return {"items": items}
 
     @override
@@ -463,10 +490,12 @@ class FlatStorageCheckpointer(TensorStorageCheckpointer):
                 continue
             if now.shape != after.shape or not len(now):
                 continue
+
             kept = torch.ones(len(now), dtype=torch.bool, device=now.device)  # the last row is always kept
             kept[:-1] = differ(after[:-1], now[1:])
             del dumped[later]
             dumped[later + _AFTER] = Ragged(after[kept], kept.long())
+
         return dumped
 
     @override
@@ -498,6 +527,7 @@ class NestedStorageCheckpointer(FlatStorageCheckpointer):
                 f"{type(self).__name__} needs rows with a trajectory marker, one of {markers}: use "
                 "FlatStorageCheckpointer"
             )
+
         batch = nest(columns, *slots.shape)
         keys = BoundaryKeys.probe(batch)
         starts = run_starts(batch, is_init_key=keys.is_init, done_key=keys.done, traj_key=keys.traj)
@@ -642,6 +672,7 @@ def checkpointer_of(storage: Storage) -> Checkpointer:
             storage.checkpointer = ListStorageCheckpointer()
         else:
             storage.checkpointer = TensorStorageCheckpointer()
+
     checkpointer = storage.checkpointer
     if isinstance(checkpointer, OwnFiles):
         if isinstance(storage, DiskStorage):
@@ -650,12 +681,14 @@ def checkpointer_of(storage: Storage) -> Checkpointer:
                 "in files already: use DiskStorageCheckpointer, its default"
             )
         return OwnFilesCheckpointer(checkpointer)
+
     if not isinstance(checkpointer, StorageCheckpointerBase | DiskStorageCheckpointer):
         raise TypeError(
             "checkpointer must be a StorageCheckpointerBase, such as TensorStorageCheckpointer(), or have "
             f"dumps(storage, path) and loads(storage, path), got {checkpointer!r}"
         )
     checkpointer.check(storage)
+
     return checkpointer
 
 
@@ -687,9 +720,11 @@ def spans(ring: Ring, version: LoadedVersion) -> Iterator[Span]:
     """Return the spans of ``ring``'s rows in a version's files; ValueError if the version has other rows."""
     head, end = ring.saved_rows
     check_rows((head, end), (version.head, version.end))
+
     for segment in version.segments:
         if segment.rows > ring.capacity:
             raise damaged(f"one of its files has {segment.rows} rows, more than the ring's {ring.capacity}")
+
         start = segment.first % ring.capacity
         slots = torch.arange(start, start + segment.rows)
         slots[ring.capacity - start :] -= ring.capacity  # wrap around the end of the ring
@@ -705,11 +740,13 @@ def _read_converted(column: FileColumn) -> list[tuple[int, Any]]:
         or not int(column.lengths[:1].sum())
     ):
         raise damaged("a part has no rows")
+
     memory = column.values.numpy().tobytes()
     firsts = column.lengths.nonzero().squeeze(1)
     ends = column.lengths[firsts].cumsum(0).tolist()
     counts = torch.diff(firsts, append=torch.tensor([len(column.lengths)])).tolist()
     starts = [0, *ends[:-1]]
+
     return [
         (count, _from_bytes(memory[start:end]))
         for count, start, end in zip(counts, starts, ends, strict=True)
@@ -725,6 +762,7 @@ def _to_bytes(item: object, name: str) -> bytes:
         raise TypeError(
             f"{name}: {error}. ListStorage keeps any object in memory, but cannot save this one to disk"
         ) from None
+
     text = to_text(value).encode()
     return len(text).to_bytes(8, "little") + text + save(packer.tensors)
 
@@ -733,6 +771,7 @@ def _from_bytes(memory: bytes) -> Any:
     size = int.from_bytes(memory[:8], "little")
     if size > len(memory) - 8:
         raise damaged("an item is cut short")
+
     try:
         tensors = load(memory[8 + size :])
     except SafetensorError as error:
@@ -757,17 +796,22 @@ def _fill_next(read: Reader, targets: Mapping[str, Tensor]) -> dict[str, FileCol
     """Return the columns of a span with all next values."""
     tensors = read(targets)
     filled = {name: values for name, values in tensors.items() if not name.endswith(_AFTER)}
+
     for name, kept in tensors.items():
         if not name.endswith(_AFTER):
             continue
+
         later = name.removesuffix(_AFTER)
         now = tensors.get(later.partition("/")[2])
         if not isinstance(kept, Ragged) or not isinstance(now, Tensor):
             raise damaged(f"its rows lack the entry whose next value is {later!r}")
+
         check_values("next values", kept.values, now.dtype, now.shape[1:])
         if bool((kept.lengths > 1).any()) or (len(now) and int(kept.lengths[-1]) != 1):
             raise damaged(f"the next values of {later!r} are not one per row, or lack the last")
+
         after = now.roll(-1, 0)
         put_rows(after, kept.lengths.nonzero().squeeze(1), kept.values)
         filled[later] = after
+
     return filled

@@ -52,6 +52,7 @@ class SavedFolder:
         """Record that rows with these numbers were overwritten in place; the caller holds the write lock."""
         if not len(numbers):
             return
+
         low, high = map(int, torch.aminmax(numbers))
         self.edits.append((low, high))
         if len(self.edits) > _MOST_EDITS and not self.saving:
@@ -82,6 +83,7 @@ class SavedFolders:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
         error = self._error
         self._error = None
         if error is not None:
@@ -222,6 +224,7 @@ class RowCopy:
             for segment in self._writer.segments
             if any(low < segment.end and segment.first <= high for low, high in self._saved.edits)
         ]
+
         if self._writer.end < end:
             ranges.append((self._writer.end, end))
         for first, stop in ranges:
@@ -234,6 +237,7 @@ class RowCopy:
                 self._writer.replace(columns, first)
             else:
                 self._writer.append(columns)
+
         version = self._writer.publish(packer.tree, packer.tensors, head=self._head, extra=facts)
         self._saved.note(self._ring, self._edits)
         return version
@@ -257,6 +261,7 @@ def open_folder(
         segment_bytes=MOST_BYTES,
         **options._asdict(),
     )
+
     # Before publishing, so that the next save recognises the version of an interrupted one.
     saved.folder = folder
     if not ring.in_order or saved.ring is None or saved.ring() is not ring:

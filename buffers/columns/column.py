@@ -183,6 +183,7 @@ def check_values(name: str, values: object, dtype: torch.dtype, shape: tuple[int
     expected = f"a dense tensor of {dtype} {['N', *shape]}"
     if not isinstance(values, Tensor):
         raise damaged(f"its {name} are {type(values).__name__}, expected {expected}")
+
     dense = values.layout is torch.strided and values.device.type != "meta"
     if not dense or values.dtype is not dtype or not values.ndim or values.shape[1:] != shape:
         raise damaged(f"its {name} are {values.dtype} {list(values.shape)}, expected {expected}")
@@ -207,7 +208,12 @@ def scattered(
     values = torch.zeros((rows, *shape), dtype=dtype)
     for slots, dumped in parts:
         given = dumped[name]
-        scatter(values, slots, given[0] if isinstance(given, tuple) else given)
+        if isinstance(given, tuple):
+            place = given[0]
+        else:
+            place = given
+        scatter(values, slots, place)
+
     return values
 
 
@@ -218,11 +224,15 @@ def scatter(values: Tensor, slots: Tensor, given: Tensor) -> None:
     >>> scatter(values, torch.tensor([-1, 1, 2]), torch.tensor([7.0, 8.0, 9.0])), values
     (None, tensor([0., 8., 9.]))
     """
-    gone = int((slots < 0).sum()) if len(slots) and int(slots[0]) < 0 else 0
+    if len(slots) and int(slots[0]) < 0:
+        gone = int((slots < 0).sum())
+    else:
+        gone = 0
     at = slots[gone:]
     new = given[gone:]
     if not len(at):
         return
+
     first = int(at[0])
     if int(at[-1]) - first == len(at) - 1:  # consecutive slots that do not wrap around
         values[first : first + len(at)] = new
@@ -256,11 +266,13 @@ def take_rows(column: Tensor, slots: Tensor, huge: bool = False) -> Tensor:
     plain = signed(column) if column.dtype in _UNSIGNED else column
     flat = plain.ndim == 2 and plain.shape[1] == 1  # torch reads a flat column twice as fast
     source = plain.view(-1) if flat else plain
+
     if huge and column.is_cpu:
         out = host_memory(len(slots), source.dtype, tuple(source.shape[1:]))
         rows = torch.index_select(source, 0, slots, out=out)
     else:
         rows = source.index_select(0, slots)
+
     rows = rows.unsqueeze_(-1) if flat else rows
     if plain is column:
         return rows
@@ -272,6 +284,7 @@ def put_rows(column: Tensor, slots: Tensor, values: Tensor) -> None:
     if column.dtype in _UNSIGNED:
         column = signed(column)
         values = signed(values)
+
     if values.requires_grad:  # keep the column out of the autograd graph
         values = values.detach()
     column.index_copy_(0, slots, values)
@@ -355,4 +368,8 @@ def plain_columns(
         and column.data.numel()
         and column.data.is_contiguous()
     }
-    return HostColumns(plain, next_keys if len(plain) == len(columns) else None)
+    if len(plain) == len(columns):
+        names = next_keys
+    else:
+        names = None
+    return HostColumns(plain, names)

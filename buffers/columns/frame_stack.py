@@ -89,7 +89,9 @@ class FrameColumn(Column):
         self.shape = torch.Size(shape)
         frame_bytes = math.prod(shape[1:]) * dtype.itemsize
         device = torch.device(device)
-        make = partial(_in_memory, device=device) if make is None else make
+        if make is None:
+            make = partial(_in_memory, device=device)
+
         # One frame per row, plus 2 % for the first frames of episodes. The pool grows when needed.
         self.frames = FramePool(rows + rows // 50 + 64, frame_bytes, device, make)
         self.main = self
@@ -98,7 +100,10 @@ class FrameColumn(Column):
     @override
     def write(self, slot: int, values: Tensor, after: After | None = None) -> None:
         # The slot before the first one (around the ring) is a candidate even without a hint.
-        slot_before = (slot - 1) % len(self.refs) if self.main is self else None
+        if self.main is self:
+            slot_before = (slot - 1) % len(self.refs)
+        else:
+            slot_before = None
         self._store(np.arange(slot, slot + len(values)), values, after, slot_before)
 
     @override
@@ -111,20 +116,24 @@ class FrameColumn(Column):
         """Store rows, sharing frames with the rows in ``after`` and, for row 0, ``slot_before``."""
         if not len(slots):
             return
+
         pool = self.frames
         rows = len(slots)
         stack = self.refs.shape[1]
         words = pool.words(values, rows, stack)
+
         # hint[j]: index in ``candidates`` of the stored row that new row j may continue, -1 for none.
         hint = np.full(rows, -1)
         candidates = np.zeros(0, np.int64)
         if after is not None:
             hint[after.rows.numpy(force=True)] = np.arange(len(after.rows))
             candidates = after.slots.numpy(force=True)
+
         if slot_before is not None and hint[0] < 0:
             hint[0], candidates = len(candidates), np.append(candidates, slot_before)
         held = self.main.refs.take(candidates, 0)
         shares, repeats, new = match(words, *pool.look_up(held), hint)
+
         # Count the shared frames of the new rows before releasing those of the old rows: they may be the same frames.
         kernels().replace(pool.state, pool.counts, self.refs, slots, hint, held, shares)
         frames = pool.allocate(new)
@@ -186,6 +195,7 @@ class FrameColumn(Column):
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
         added = np.bincount(firsts // self.shape[0], minlength=len(refs))  # frames that each row adds
+
         # Counted back from the row's last frame, so that dumps can be concatenated.
         back = np.cumsum(added)[:, None] - place[inverse.reshape(refs.shape)]
         dumped = {"back": torch.from_numpy(back.astype(np.int32))}
@@ -198,6 +208,7 @@ class FrameColumn(Column):
         numbered = list[Part]()
         frames = list[Part]()
         kind = dict.fromkeys(by_row(self.frames.dump(np.zeros(0, np.int64)), np.zeros(0, np.int64)), True)
+
         for slots, dumped in parts:
             check_dumped(dumped, {"back": False, **kind})
             back = dumped["back"]
@@ -206,13 +217,16 @@ class FrameColumn(Column):
             added, pieces = frames_of(dumped)
             if len(added) and int(added.max()) > 2**31 - first:
                 raise damaged("it has more frames than can be numbered")
+
             total = added.cumsum(0).unsqueeze(1)
             if bool(((back < 1) | (back > total)).any()):
                 raise damaged("a row refers to a frame outside of its part")
+
             numbered.append(Part(slots, {"refs": (total - back + first).int()}))
             count = int(added.sum())
             frames.append(Part(torch.arange(first, first + count), pieces))
             first += count
+
         refs = scattered(numbered, "refs", rows, torch.int32, self.shape[:1])
         return {"refs": refs, "frames": self.frames.restore(frames, first)}
 
@@ -226,6 +240,7 @@ class FrameColumn(Column):
     def check_state_dict(self, state: dict[str, Any]) -> int:
         if self.main is not self:
             return check_values("values", state["values"], self.dtype, self.shape)
+
         refs = state["refs"]
         rows = check_values("frame numbers", refs, torch.int32, self.shape[:1])
         frames = self.frames.check_state_dict(state["frames"])
@@ -238,8 +253,10 @@ class FrameColumn(Column):
         """Restore the values from a state; existing :meth:`pool` columns become invalid."""
         if self.main is not self:
             return super().load_state_dict(state)
+
         refs = state["refs"].numpy(force=True)
         self.grow(len(refs))
+
         # Let rows refer to the blank frame while the pool is replaced, so that readers stay in range.
         self.refs[:] = 0
         self.frames.load_state_dict(state["frames"], refs)
@@ -254,12 +271,14 @@ def by_row(dumped: Dumped, added: Array) -> dict[str, tuple[Tensor, Tensor]]:
     cut = {}
     frames = torch.from_numpy(added)
     row = torch.repeat_interleave(frames)  # row of each frame
+
     for name, values in dumped.items():
         if isinstance(values, Tensor):
             cut[f"frames.{name}"] = values, frames
         else:
             cut[f"frames.{name}.each"] = values[1], frames
             cut[f"frames.{name}"] = values[0], torch.zeros_like(frames).index_add_(0, row, values[1])
+
     return cut
 
 
@@ -282,6 +301,7 @@ def frames_of(dumped: Dumped) -> tuple[Tensor, dict[str, Tensor | tuple[Tensor, 
             added.append(lengths)
             if not name.endswith(".each"):
                 pieces[name.removeprefix("frames.")] = values
+
     if not all(torch.equal(one, added[0]) for one in added):
         raise damaged("its rows add different numbers of frames and of frame sizes")
     return added[0], pieces
@@ -319,6 +339,7 @@ class FramePool:
         """``values`` ``[rows, stack, *frame]`` as integers ``[rows, stack, words]`` on the device, aligned."""
         flat = values.detach().to(self._device).resolve_conj().resolve_neg().contiguous()
         wide = self._word.itemsize
+
         # A view as wider words needs an aligned address, which a slice may lack.
         if flat.storage_offset() * flat.element_size() % wide or flat.data_ptr() % wide:
             flat = flat.clone()
@@ -330,6 +351,7 @@ class FramePool:
         memory = self._host_memory()
         if memory is not None:  # all frames as one array, without a copy
             return memory, refs
+
         # Copies of the newer frames of each stack; the oldest is not needed.
         copies = self.take(refs[:, 1:])
         positions = np.zeros_like(refs)
@@ -345,14 +367,17 @@ class FramePool:
             copies = torch.from_numpy(np.empty((len(flat), *self._shape), f"i{self._word.itemsize}"))
             if torch.get_num_threads() > 1:
                 return torch.index_select(memory, 0, torch.from_numpy(flat), out=copies)
+
             # A single thread is faster if it prefetches the next frame.
             frame_bytes = self._shape[0] * self._word.itemsize
             kernels().gather(memory.data_ptr(), copies.data_ptr(), frame_bytes, flat)
             return copies
+
         frames = flat.astype(np.int64)
         (_, first), *more = self.columns
         if not more:
             return first.take(torch.from_numpy(frames))
+
         # Most frames are in the first column: read all rows from it (the blank frame for others), then patch.
         values = first.take(torch.from_numpy(np.where(frames < more[0][0], frames, 0)))
         for at, column, rows in self._by_column(frames, 1):
@@ -380,6 +405,7 @@ class FramePool:
         columns = self.columns[skip:]
         # Column c has the frames begin ... end - 1, where end is the next column's begin.
         ends = [begin for begin, _ in columns[1:]] + [len(self.counts)]
+
         for (begin, column), end in zip(columns, ends, strict=True):
             at = np.flatnonzero((frames >= begin) & (frames < end))
             if len(at):
@@ -397,6 +423,7 @@ class FramePool:
             column = self._make(more, self._shape, self._word)
             self.columns = (*self.columns, (len(self.counts), column))
             self.counts = np.concatenate([self.counts, np.zeros(more, np.int32)])
+
         frames = np.empty(count, np.int64)
         kernels().allocate(self.state, self.counts, frames)
         return frames
@@ -406,6 +433,7 @@ class FramePool:
         wanted = frames.astype(np.int64)
         if len(self.columns) == 1:
             return self.columns[0][1].dump(torch.from_numpy(wanted))
+
         # The columns may have different dictionaries: copy all frames into one column of the first one's kind.
         whole = self.columns[0][1].pool()
         whole.grow(len(wanted))
@@ -424,6 +452,7 @@ class FramePool:
         high = int(self.state["high"][0])
         begins = [begin for begin, _ in self.columns]
         sizes = np.diff([*begins, len(self.counts)]).tolist()
+
         # Only frames below ``high`` were ever written.
         used = [min(size, max(0, high - begin)) for size, begin in zip(sizes, begins, strict=True)]
         columns = [column.state_dict(n) for n, (_, column) in zip(used, self.columns, strict=True)]
@@ -434,10 +463,12 @@ class FramePool:
         sizes = state["sizes"]
         used = self._frames_in(state)
         frames = sum(used)
+
         # All pieces but the last non-empty one are full; those after it are empty.
         for first, size, rows in zip(np.cumsum([0, *sizes]).tolist(), sizes, used, strict=False):
             if type(size) is not int or rows != min(size, max(0, frames - first)):
                 raise damaged(f"its pieces of {sizes} frames hold {used} frames")
+
         if len(sizes) != len(used) or not frames:
             raise damaged(f"its {len(sizes)} pieces hold {frames} frames, of which one must be blank")
         return frames
@@ -451,7 +482,11 @@ class FramePool:
         used = self._frames_in(state)
         # Allocate each piece for its frames, and the first at least as large as this pool's first.
         keep = state["sizes"][0] == self._first_size or (used[0] <= self._first_size and not any(used[1:]))
-        sizes = [self._first_size if keep else used[0], *used[1:]]
+        if keep:
+            first_size = self._first_size
+        else:
+            first_size = used[0]
+        sizes = [first_size, *used[1:]]
         begins = np.cumsum([0, *sizes]).tolist()
         reused = [self.columns[0][1]] if keep else []
         columns = reused + [self._make(size, self._shape, self._word) for size in sizes[len(reused) :]]
@@ -461,6 +496,7 @@ class FramePool:
         counts[0] = 0
         named = np.flatnonzero(counts)
         high = int(named[-1]) + 1 if len(named) else 1
+
         # Unreferenced frames below ``high`` form the free list: each count is -1 - (next frame), 0 at the end.
         free = np.flatnonzero(counts[1:high] == 0) + 1
         counts[free] = -1 - np.append(free[1:], 0)
@@ -482,6 +518,7 @@ def match(words: Tensor, stored: Tensor, held: Array, hint: Array) -> tuple[Arra
     """
     if words.device.type != "cpu":
         return match_by_torch(words, stored, held, hint)
+
     shares = np.zeros(len(words), np.int8)
     repeats = np.zeros(words.shape[:2], np.bool_)
     new: int = kernels().match(words.numpy(), stored.numpy(), held, hint, shares, repeats)
@@ -493,6 +530,7 @@ def match_by_torch(words: Tensor, stored: Tensor, held: Array, hint: Array) -> t
     rows, stack = words.shape[:2]
     hinted = np.flatnonzero(hint >= 0)
     at, picked = (torch.from_numpy(a).to(words.device) for a in (hinted, held[hint[hinted], 1:].reshape(-1)))
+
     # A row continues another if its frames 0 ... S - 2 equal the other's frames 1 ... S - 1.
     oldest = words[:, :-1].index_select(0, at)
     continues = ~oldest.ne(stored.index_select(0, picked).view_as(oldest)).flatten(1).any(1)
@@ -507,6 +545,7 @@ def match_by_torch(words: Tensor, stored: Tensor, held: Array, hint: Array) -> t
     repeats[:, 1:] = equal_.reshape(rows, stack - 1)
     repeats[shares != _NOTHING, :-1] = False
     new = int(np.where(shares == _NOTHING, stack, 1).sum() - repeats.sum())
+
     return shares, repeats, new
 
 

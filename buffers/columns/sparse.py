@@ -46,6 +46,7 @@ class SparseColumn(Column):
         self.dtype = dtype
         self.shape = torch.Size(shape)
         self.device = torch.device(device)
+
         # Row r has the value _entries[_place[r]]; entry 0 is always zeros. _spare lists the unused entries.
         self._place = torch.zeros(rows, dtype=torch.int32, device=self.device)
         self._entries = torch.zeros((1, *shape), dtype=dtype, device=self.device)
@@ -60,12 +61,14 @@ class SparseColumn(Column):
     def put(self, slots: Tensor, values: Tensor, after: After | None = None) -> None:
         if not len(slots):
             return
+
         slots = slots.to(self.device)
         values = values.detach().to(self.device)
         self._written = max(self._written, int(slots.max()) + 1)
         old = self._place.index_select(0, slots)
         filled = differ(values, torch.zeros_like(values[:1]).expand_as(values).contiguous())
         count = int(filled.sum())
+
         missing = count - len(self._spare)
         if missing > 0:  # grow by at least half
             entries = len(self._entries)
@@ -74,10 +77,12 @@ class SparseColumn(Column):
             self._entries = larger
             fresh = torch.arange(entries, len(larger), dtype=torch.int32, device=self.device)
             self._spare = torch.cat([self._spare, fresh])
+
         taken = self._spare[:count]
         self._spare = self._spare[count:]
         places = torch.zeros_like(old)
         places[filled] = taken
+
         # Fill new entries before rows refer to them, and free old ones only after no row does.
         self._entries.index_copy_(0, places[filled].long(), values[filled])
         self._place.index_copy_(0, slots, places)
@@ -122,15 +127,18 @@ class SparseColumn(Column):
     def restore(self, parts: Sequence[Part], rows: int) -> dict[str, Any]:
         slots = [torch.zeros(0, dtype=torch.int64)]
         values = [torch.empty((0, *self.shape), dtype=self.dtype)]
+
         for places, dumped in parts:
             check_dumped(dumped, {"values": True})
             stored, lengths = dumped["values"]
             check_values("values", stored, self.dtype, self.shape)
             if bool((lengths > 1).any()):
                 raise damaged("a row has more than one value")
+
             at = places[lengths > 0]
             slots.append(at[at >= 0])
             values.append(stored[at >= 0])
+
         filled, order = torch.cat(slots).sort()
         return {"rows": rows, "filled": filled, "values": take_rows(torch.cat(values), order)}
 
@@ -147,6 +155,7 @@ class SparseColumn(Column):
         count = check_values("slots", filled, torch.int64, ())
         if check_values("values", state["values"], self.dtype, self.shape) != count:
             raise damaged(f"it has {len(state['values'])} values for {count} slots")
+
         # Strictly ascending slots are distinct; the first and the last bound them all.
         in_order = not count or (int(filled[0]) >= 0 and bool((filled.diff() > 0).all()))
         if type(rows) is not int or rows < 0 or not in_order or (count and int(filled[-1]) >= rows):

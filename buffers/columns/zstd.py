@@ -69,6 +69,7 @@ class ZstdColumn(Column):
         self.shape = torch.Size(shape)
         self.device = torch.device(device)
         self.codec = _Codec(level, threads)
+
         # bytes objects are replaced atomically: a reader gets the old row or the new one, never a mixture.
         self._rows: Array = np.empty(0, object)
         self._filled = 0
@@ -89,6 +90,7 @@ class ZstdColumn(Column):
     def put(self, slots: Tensor, values: Tensor, after: After | None = None) -> None:
         if not len(values):
             return
+
         # reshape normalises the strides of a single row, which contiguous() does not
         flat = values.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
         rows = flat.as_strided(flat.shape, (1,)).view(torch.uint8).view(len(values), self.value_bytes)
@@ -107,10 +109,12 @@ class ZstdColumn(Column):
             if 4 * len(unique) < 3 * len(slots):
                 distinct = unique
                 inverse = positions
+
         values = self.codec.decode(self._rows[distinct], self.value_bytes)
         if inverse is not None:
             values = values.take(inverse, 0)
         shaped = torch.from_numpy(values).view(-1).view(self.dtype).view(len(slots), *self.shape)
+
         return shaped.to(self.device)
 
     @override
@@ -151,6 +155,7 @@ class ZstdColumn(Column):
         dictionary = state["dictionary"]
         if len(slots):
             of_first[0] = len(dictionary)
+
         return {
             "rows": (state["rows"], state["sizes"]),
             "dictionary": (dictionary[: int(of_first.sum())], of_first),
@@ -161,23 +166,31 @@ class ZstdColumn(Column):
         """Return the state of these rows; parts with a different dictionary are recompressed."""
         codec = _Codec(self.codec.level, self.codec.threads)
         compressed: Array = np.empty(rows, object)  # None where no part has the row
+
         for slots, dumped in parts:
             check_dumped(dumped, {"rows": True, "dictionary": True})
             (joined, sizes) = dumped["rows"]
             (dictionary, lengths) = dumped["dictionary"]
+
             # Several dumps may be concatenated; each begins with its dictionary.
             begins = sorted({0, *lengths.nonzero().flatten().tolist()})
+
             for first, stop in zip(begins, [*begins[1:], len(slots)], strict=True):
                 low = int(sizes[:first].sum())
                 high = int(sizes[:stop].sum())
                 before = int(lengths[:first].sum())
+
+                if len(lengths):
+                    shared = dictionary[before : before + int(lengths[first])]
+                else:
+                    shared = dictionary
+
                 part = {
                     "rows": joined[low:high],
                     "sizes": sizes[first:stop],
-                    "dictionary": dictionary[before : before + int(lengths[first])]
-                    if len(lengths)
-                    else dictionary,
+                    "dictionary": shared,
                 }
+
                 self.check_state_dict(part)
                 at = slots[first:stop].numpy()
                 recoded = self._cut(part)
@@ -187,6 +200,7 @@ class ZstdColumn(Column):
                     values = self._decode_rows(recoded, prefix)
                     recoded = np.concatenate([recoded[:0], *map(codec.encode, values)])
                 compressed[at[at >= 0]] = recoded[at >= 0]
+
         return _join([row or self._blank for row in compressed], codec.prefix)
 
     @override
@@ -201,7 +215,9 @@ class ZstdColumn(Column):
             joined
         ):
             raise damaged(f"its {count} sizes do not add up to {len(joined)} compressed bytes")
+
         rows = self._cut(state)
+
         expected = self.value_bytes
         zstandard = _zstandard()
         try:
@@ -212,6 +228,7 @@ class ZstdColumn(Column):
                     pass
         except zstandard.ZstdError as error:
             raise damaged(f"its compressed rows cannot be read ({error})") from None
+
         if wrong is not None:
             raise damaged(f"its compressed row {wrong} does not have {expected} bytes")
         return count
@@ -226,6 +243,7 @@ class ZstdColumn(Column):
         if self.codec.prefix == prefix:
             self._replace(slice(0, len(rows)), rows)
             return
+
         first = 0
         for values in self._decode_rows(rows, prefix):
             self._replace(slice(first, first + len(values)), self.codec.encode(values))
@@ -261,6 +279,7 @@ def frame_size(zstandard: ModuleType, frame: bytes) -> int:
         size: int = zstandard.frame_content_size(frame)
     except zstandard.ZstdError as error:
         raise damaged(f"a compressed frame cannot be read ({error})") from None
+
     if size > len(frame) * _MOST_PER_BYTE:
         raise damaged(f"a compressed frame of {len(frame)} bytes claims {size}")
     return size
@@ -285,6 +304,7 @@ class _Codec:
         self.threads = threads
         self.prefix = b""
         self._dictionary: Any = None
+
         # Idle objects, used by one thread at a time: creating one takes longer than decoding a frame.
         self._compressors: list[Any] = []
         self._decompressors: list[Any] = []
@@ -294,6 +314,7 @@ class _Codec:
         """Use ``prefix`` as the dictionary, unless there is one already or it is all zeros."""
         if self.prefix or not prefix.strip(b"\0"):
             return
+
         zstandard = _zstandard()
         self.prefix = prefix
         self._dictionary = zstandard.ZstdCompressionDict(prefix, dict_type=zstandard.DICT_TYPE_RAWCONTENT)
@@ -334,6 +355,7 @@ class _Codec:
                 decompressor.stream_reader(joined, read_across_frames=True) as reader,
             ):
                 got = reader.readinto(values[first:stop].reshape(-1))
+
             if got != (stop - first) * size:
                 raise RuntimeError(f"{stop - first} compressed rows of {size} bytes gave {got} bytes")
 
@@ -348,6 +370,7 @@ class _Codec:
         else:
             threads = self.threads
         parts = max(1, min(threads, size // _THREAD_BYTES, rows))
+
         # Part i is rows * i // parts ... rows * (i + 1) // parts - 1; sizes differ by at most one.
         run_blocks(work, [rows * i // parts for i in range(parts + 1)], parts)
 

@@ -50,7 +50,10 @@ class BoundaryKeys:
         if traj_key is None:
             only_episode = batch.get(TRAJ_IDS, None) is None and batch.get("episode", None) is not None
             traj_key = "episode" if only_episode else TRAJ_IDS
-        return cls(is_init=init_key, done=DONE if end_key is None else end_key, traj=traj_key)
+
+        if end_key is None:
+            end_key = DONE
+        return cls(is_init=init_key, done=end_key, traj=traj_key)
 
     def to_plain(self) -> dict[str, Any]:
         """Return the names as plain values, which a state holds."""
@@ -60,13 +63,18 @@ class BoundaryKeys:
     @classmethod
     def from_plain(cls, plain: Any) -> "BoundaryKeys":
         """Invert :meth:`to_plain`; ValueError if ``plain`` is not valid."""
-        more = plain.get("more_done") if isinstance(plain, dict) else None
+        if isinstance(plain, dict):
+            more = plain.get("more_done")
+        else:
+            more = None
+
         if not isinstance(more, list) or plain.keys() != {*_NAMES, "more_done", "in_order"}:
             raise damaged("its markers have other names")
         for key in (*more, *(plain[name] for name in _NAMES)):
             parts = key if isinstance(key, tuple) else (key,)
             if not parts or not all(isinstance(part, str) for part in parts):
                 raise damaged(f"one of its markers is named {key!r}")
+
         if type(plain["in_order"]) is not bool:
             raise damaged(f"its entry in_order is {plain['in_order']!r:.40}, not a bool")
         return cls(**{**plain, "more_done": tuple(more)})
@@ -114,6 +122,7 @@ class Fragments(NamedTuple):
 
         done = _read_marker(batch, keys.done, True)
         init = _read_marker(batch, keys.is_init, True)
+
         for key in keys.more_done:
             further = _read_marker(batch, key, True)
             if further is not None:
@@ -121,9 +130,14 @@ class Fragments(NamedTuple):
                     done = further
                 else:
                     done = done.view(-1) | further.view(-1)
+
         ids = _read_marker(batch, keys.traj, False)
         step = _read_marker(batch, keys.step_count, False)
-        marker = ids if ids is not None else (done if done is not None else init)
+        marker = ids
+        if marker is None:
+            marker = done
+        if marker is None:
+            marker = init
         if marker is None:
             if isinstance(batch, TensorDictBase):
                 present = batch.keys(True, True)
@@ -133,12 +147,15 @@ class Fragments(NamedTuple):
             raise KeyError(
                 f"{error.args[0]}. Any one of {keys.is_init!r}, {keys.done!r}, {keys.traj!r} is enough"
             )
+
         rows = marker.shape[0]
         mask = _read_marker(batch, MASK, True)
+
         # The kernel reads columns by address; these variables keep the memory alive.
         cut = None if cuts is None else cuts.cpu().contiguous()
         columns = (done, init, ids, step, mask, cut)
         addresses = [0 if column is None else column.data_ptr() for column in columns]
+
         # One row per field; there are at most as many fragments as rows.
         numbers = np.empty((5, rows), np.int64)
         marks = np.empty((3, rows), np.bool_)
@@ -149,6 +166,7 @@ class Fragments(NamedTuple):
                 f"row {-count} of the batch does not follow row {-count - 1} in its trajectory: {keys.step_count!r} is "
                 f"{now} after {before}. Keep trajectories whole, or set {keys.is_init!r} or a new id where each begins"
             )
+
         firsts, lasts, names, step_first, step_last = numbers[:, :count]
         joined, first_init, last_done = marks[:, :count]
         if ids is None:
@@ -165,10 +183,12 @@ def _read_marker(batch: Batch, key: NestedKey, flags: bool) -> Tensor | None:
         return None
     if flags and column.dtype is not torch.bool:
         raise TypeError(f"batch[{key!r}] must be bool, got {column.dtype}: cast it with .bool()")
+
     if not flags and column.dtype is not torch.int64:
         if column.is_floating_point() or column.is_complex() or column.dtype is torch.bool:
             raise TypeError(f"batch[{key!r}] must be an integer column, got {column.dtype}")
         column = column.to(torch.int64)
+
     if column.numel() != column.shape[0]:
         raise ValueError(
             f"batch[{key!r}] must have one number per row, got {column.numel()} for {len(column)} rows"

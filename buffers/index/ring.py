@@ -66,6 +66,7 @@ class Draw:
         """Return bool ``[N]``, True where a slice ends or a row is padding; all True for single rows."""
         if self.lasts is None:
             return torch.ones(len(self.slots), dtype=torch.bool)
+
         ends = torch.zeros(len(self.slots), dtype=torch.bool)
         ends[self.lasts] = True
         if self.mask is None:
@@ -204,6 +205,7 @@ class Ring:
         """Raise IndexError unless all ``ranks`` are ages of ``rows`` stored rows."""
         if not ranks.numel():
             return
+
         low, high = torch.aminmax(ranks)
         if int(low) < 0 or int(high) >= rows:
             wrong = int(low) if int(low) < 0 else int(high)
@@ -230,6 +232,7 @@ class Ring:
         written = self.written
         if written <= head:
             raise self._empty()
+
         slots = torch.randint(head, written, (count,), generator=generator)
         if written > self.capacity:  # row r is in slot r
             slots.remainder_(self.capacity)
@@ -239,6 +242,7 @@ class Ring:
         """Draw these slots, int64 ``[N]``. Slots being overwritten are skipped, or raise IndexError if ``strict``."""
         version = self.version
         self.check_not_empty()
+
         readable = self.numbers(slots, version[0]) < self.written
         if not bool(readable.all()):
             if strict:
@@ -247,7 +251,12 @@ class Ring:
                     "is not written yet"
                 )
             slots = slots[readable]
-        return Draw(slots, follow=self.follow(slots) if follow else None, version=version)
+
+        if follow:
+            following = self.follow(slots)
+        else:
+            following = None
+        return Draw(slots, follow=following, version=version)
 
     @property
     def version(self) -> tuple[int, int]:
@@ -263,6 +272,7 @@ class Ring:
         drawn_head = draw.version[0]
         if head == drawn_head or not len(draw.slots):
             return True
+
         # Rows from head on are still in their slots; lower numbers have been dropped since the draw.
         if draw.chosen is None:
             read = draw.slots
@@ -287,6 +297,7 @@ class Ring:
         """Return a state's record of counters; ValueError unless it fits a ring of this kind and size."""
         if capacity != self.capacity:
             raise ValueError(f"the state is of a ring of {capacity} rows, this one has {self.capacity}")
+
         check_table("counters", counters, self._dtype, 1)
         head = int(counters["head"][0])
         written = int(counters["written"][0])
@@ -303,7 +314,12 @@ class Ring:
         kept_back = (
             f" ({self.waiting} rows wait in the collector for the end of their trajectories: trajs_per_batch)"
         )
-        return RuntimeError(_EMPTY + (kept_back if self.waiting else ""))
+
+        if self.waiting:
+            reason = kept_back
+        else:
+            reason = ""
+        return RuntimeError(_EMPTY + reason)
 
     def move(self, memory: Array) -> None:
         """Move the counters into ``memory`` (uint8), which other processes share."""

@@ -49,12 +49,14 @@ def check_heap(
     """
     if not np.array_equal(np.sort(heap), np.arange(len(heap))):
         raise damaged("its heap does not hold every slot once")
+
     rows = heap[:live]
     free = heap[live:]
     numbers = np.sort(number[rows])
     distinct = not live or (numbers[0] >= 0 and numbers[-1] < written and bool((np.diff(numbers) > 0).all()))
     if not distinct or bool((number[free] != gone).any()) or bool((rows >= used).any()):
         raise damaged(f"its slots do not hold the {live} rows that it counts")
+
     # In a heap, the parent of entry i is entry (i - 1) // 2; it must be dropped first.
     above = rows[(np.arange(1, live) - 1) // 2]
     below = rows[1:]
@@ -66,11 +68,17 @@ def check_heap(
 def check_saved_generator(saved: Any, generator: torch.Generator | None, whose: str) -> None:
     """Raise ValueError unless the state ``saved`` of a generator (None: there was none) fits ``generator``."""
     if (saved is None) != (generator is None):
+        if whose == "buffer":
+            kind = "ReplayBuffer"
+        else:
+            kind = "ReplayBufferEnsemble"
+
         raise ValueError(
             f"the state was saved with a generator and this {whose} has none, or the other way round: use "
-            f"{'ReplayBuffer' if whose == 'buffer' else 'ReplayBufferEnsemble'}(generator=torch.Generator()) on both "
+            f"{kind}(generator=torch.Generator()) on both "
             "sides to draw the same rows"
         )
+
     if saved is not None:
         try:
             torch.Generator().set_state(saved)  # a scratch generator, only to check the state
@@ -114,9 +122,11 @@ class SavedFragments(NamedTuple):
             raise damaged(
                 f"fragments {begin} ... {end - 1} of {used} trajectories are more than its tables hold"
             )
+
         # Fragment n is at index n modulo the table's length, a power of two.
         live = table[np.arange(begin, end) & (size - 1)]
         firsts, chain, pool = (live[name].astype(np.int64) for name in ("first", "chain", "pool"))
+
         # The oldest row is in the first fragment; the others follow in ascending order.
         begins = np.append(firsts, written)
         in_order = len(live) > 0 and 0 <= begins[0] <= head < begins[1] and bool((np.diff(begins) > 0).all())
@@ -124,9 +134,11 @@ class SavedFragments(NamedTuple):
             raise damaged(f"its {len(live)} fragments do not cover the rows {head} ... {written - 1}")
         if bool((chain < 0).any()) or bool((chain >= used).any()):
             raise damaged(f"a fragment belongs to none of its {used} trajectories")
+
         taken = np.sort(pool[pool >= 0])
         if bool((pool < -1).any()) or taken.max(initial=-1) >= pool_size or bool((np.diff(taken) == 0).any()):
             raise damaged(f"its fragments do not refer to distinct ones of {pool_size} pool entries")
+
         free = _free_places(chains["last"], int(counters["free"]), used, chain)
         is_spare = np.ones(pool_size, np.bool_)
         is_spare[taken] = False
@@ -142,10 +154,12 @@ def _free_places(following: Array, first: int, used: int, chain: Array) -> Array
     is_free[chain] = False
     order = list[int]()
     at = first - 1
+
     while 0 <= at < used and is_free[at]:
         is_free[at] = False  # clear the flag, so that a cycle ends the loop
         order.append(at)
         at = int(following[at]) - 1
+
     if at != -1 or is_free.any():
         raise damaged("its list of free trajectories does not hold each of them once")
     return np.array(order, np.int64)

@@ -57,6 +57,7 @@ class RankedRing(Ring):
         room = make_room(self._state, self._heap, self._rank, self._number, offered[best], _GONE)
         rows = np.sort(best[:room])
         self._chosen = len(offered), offered[rows], self.written + rows
+
         # The heap lists the free slots after the stored rows.
         slots = self._heap[len(self) : len(self) + room].copy()
         return torch.from_numpy(rows), torch.from_numpy(slots)
@@ -132,6 +133,7 @@ class RankedRing(Ring):
                 "the state is of a buffer that keeps the latest rows, this one keeps the best: load it into a "
                 "buffer with RoundRobinWriter"
             )
+
         counters, *tables = state["ranked"]
         self._checked_counters(state["capacity"], counters)
         for name, table in zip(self._TABLES[1:], tables, strict=True):
@@ -139,6 +141,7 @@ class RankedRing(Ring):
         head, written, live, used = (int(counters[name][0]) for name in ("head", "written", "live", "used"))
         if live != written - head or not live <= used <= self.capacity:
             raise damaged(f"it counts {live} rows in {used} slots")
+
         check_heap(live, used, written, _GONE, *tables)
         for name, table in zip(self._TABLES, state["ranked"], strict=True):
             getattr(self, name)[:] = table

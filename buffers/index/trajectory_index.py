@@ -103,6 +103,7 @@ class TrajectoryIndex(Ring):
         count = _kernels().publishing.claim(self._state, self.capacity, rows, *tables)
         self._claimed = before, count
         self._update_weights(self._touched, count)
+
         return int(self._state["written"][0])
 
     def link(self, fragments: Fragments, compare: Compare = NOTHING) -> tuple[Array, int]:
@@ -135,7 +136,12 @@ class TrajectoryIndex(Ring):
         self._changing = True
         self._claimed = -1, 0
         columns = fragments.rows, fragments.firsts, fragments.ids, fragments.done, fragments.step_last, before
-        entries = NONE if pool is None else pool, self._spare, NONE if released is None else released
+        if pool is None:
+            pool = NONE
+        if released is None:
+            released = NONE
+
+        entries = pool, self._spare, released
         tables = self._state, self._fragments, self._chains, self._table
         _kernels().publishing.publish(*tables, *columns, *entries, self._touched)
         self._update_weights(self._touched, count)
@@ -164,6 +170,7 @@ class TrajectoryIndex(Ring):
             self._spare = larger
             self._state["spare"] = spare + len(fresh)
             count, free = _kernels().publishing.keep(self._state, self._spare, before, agree, *found)
+
         return pool, kept[:count], released[:free]
 
     @property
@@ -249,9 +256,11 @@ class TrajectoryIndex(Ring):
         """
         if span != (0, 0) and not (0 <= span[0] < length and 0 <= span[1] < length):
             raise ValueError(f"span must be two numbers from 0 to length - 1 = {length - 1}, got {span}")
+
         tree = self._tree(length, by, strict, span[0] + span[1])
         if not tree[-1]:
             raise self.too_short(length)
+
         # Two random numbers per slice: one for the trajectory, by weight, and one for the start within it.
         uniform = torch.rand(2 * count, dtype=torch.float64, generator=generator).numpy()
         arguments = tree, uniform, length, by == "start", *span
@@ -282,6 +291,7 @@ class TrajectoryIndex(Ring):
         tree = self._tree(length, by, strict)
         if not tree[-1]:
             raise self.too_short(length)
+
         uniform = torch.rand(2 * count, dtype=torch.float64, generator=generator).numpy()
         starts = np.empty(count, np.int64)
         tables = self._state, self.capacity, self._fragments, self._chains
@@ -301,6 +311,7 @@ class TrajectoryIndex(Ring):
             lengths = length.numpy()
         arguments = (starts.numpy(), lengths)
         most = int(lengths.clip(0).sum())
+
         return self._make_slices(_kernels().drawing.slices_from, arguments, len(starts), most, follow)
 
     def slice_partition(
@@ -321,6 +332,7 @@ class TrajectoryIndex(Ring):
         """
         chains = self._chains[: int(self._state["slots"][0])]
         rows = chains["total"] - chains["dropped"]  # stored rows of each trajectory
+
         # Number of possible starts of each trajectory's (first) slice.
         if by == "trajectory":
             choices = np.maximum(rows - length, 0) + 1
@@ -328,12 +340,19 @@ class TrajectoryIndex(Ring):
             choices = rows % length + 1
         else:
             choices = np.where(rows > length, length, 1)
+
         begin = np.zeros(len(chains), np.int64)
         if by == "trajectory" or shuffle:
             uniform = torch.rand(len(chains), dtype=torch.float64, generator=generator).numpy()
             # uniform * choices may round up to choices
             np.minimum((uniform * choices).astype(np.int64), choices - 1, out=begin)
-        begin[rows < (length if strict else 1)] = -1  # too short for a slice
+
+        if strict:
+            least = length
+        else:
+            least = 1
+        begin[rows < least] = -1  # too short for a slice
+
         # By start, a trajectory yields its full slices and one shorter slice at each end.
         if by == "trajectory":
             most = len(chains)
@@ -360,11 +379,13 @@ class TrajectoryIndex(Ring):
         rows, patched = kernel(*tables, *arguments, slots, firsts, lasts, following, patch)
         if rows < 0:
             raise IndexError(f"slice {-1 - rows} starts at a slot without a row, or has no length")
+
         draw = Draw(torch.from_numpy(slots[:rows]), torch.from_numpy(firsts), torch.from_numpy(lasts))
         if follow:
             draw.follow = Follow(torch.from_numpy(following[:rows]), torch.from_numpy(patch[:, :patched]))
         state = self._state[0]  # unchanged since the kernel ran, because the caller holds the lock
         draw.version = int(state["head"]), int(state["taken"])
+
         return draw
 
     def new_starts(self, first: int, length: int, *, strict: bool) -> Array:
@@ -372,6 +393,7 @@ class TrajectoryIndex(Ring):
         from number ``first`` on were written, but can now. If ``first`` is the oldest row, these are all starts."""
         if not len(self):  # no fragments exist before the first write, or during a write of all rows
             return NONE
+
         slots = np.empty(self.written - max(first, self.head), np.int64)
         tables = self._state, self.capacity, self._fragments, self._chains
         # The kernel fills slots from the front and returns how many it found.
@@ -388,6 +410,7 @@ class TrajectoryIndex(Ring):
             touched = np.arange(int(self._state["slots"][0]))
         slots = np.empty(len(touched), np.int64)
         tables = self._state, self.capacity, self._fragments, self._chains
+
         return slots[: _kernels().starts.shortened_trajectories(*tables, touched, length, slots)]
 
     def too_short(self, length: int) -> RuntimeError:
@@ -407,6 +430,7 @@ class TrajectoryIndex(Ring):
     def unchanged_since(self, draw: Draw) -> bool:
         state = self._state[0]
         (drawn_head, drawn_taken) = draw.version
+
         # A released pool entry may be reused for another row's observation.
         if int(state["taken"]) != drawn_taken:
             in_pool = draw.follow is not None and draw.follow.patch.shape[1] > 0
@@ -422,6 +446,7 @@ class TrajectoryIndex(Ring):
         patched = _kernels().drawing.follow_rows(
             self._state, self.capacity, self._fragments, asked, following, patch
         )
+
         return Follow(torch.from_numpy(following), torch.from_numpy(patch[:, :patched]))
 
     def next_row(self, slots: Tensor) -> Tensor:
@@ -456,6 +481,7 @@ class TrajectoryIndex(Ring):
         records = self._chains[chains]
         slots = np.empty(len(chains), np.int64)
         count = len(chains)
+
         # One row each: from its offset in the chain to its position in the result.
         stretches = (
             records["last"],
@@ -463,6 +489,7 @@ class TrajectoryIndex(Ring):
             np.ones(count, np.int64),
             np.arange(count),
         )
+
         _kernels().drawing.walk(
             self._state, self.capacity, self._fragments, *stretches, slots, NONE, NO_PATCH
         )
@@ -481,17 +508,22 @@ class TrajectoryIndex(Ring):
             choose: maps positions of S rows in their trajectories and the trajectories' lengths, both int64 ``[S]``,
                 to ascending indices in S and the chosen positions, both int64 ``[M]``.
         """
-        heads = draw.slots if draw.firsts is None else draw.slots[draw.firsts]
+        if draw.firsts is None:
+            heads = draw.slots
+        else:
+            heads = draw.slots[draw.firsts]
         at, count, chains = self.extents(heads)
         which, positions = choose(at, count)
         slots = self.rows_at(chains[which], positions)
         if draw.firsts is None:
             return torch.stack([torch.from_numpy(which), slots])
+
         # A slice's rows, including padding, extend to the first row of the next slice.
         of_slice = torch.full((len(heads),), -1).index_copy_(0, torch.from_numpy(which), slots)
         bounds = torch.cat([draw.firsts, torch.tensor([len(draw.slots)])])
         of_row = of_slice.repeat_interleave(bounds.diff())
         rows = (of_row >= 0).nonzero().squeeze(1)
+
         return torch.stack([rows, of_row[rows]])
 
     def rows_of(self, traj: int) -> Tensor:
@@ -506,9 +538,11 @@ class TrajectoryIndex(Ring):
         chosen = np.flatnonzero((chains["id"] == traj) & (length > 0))  # several if the id was reused
         if not len(chosen):
             raise KeyError(f"no row of trajectory {traj} is stored")
+
         chosen = chosen[np.argsort(chains["last"][chosen])]  # in writing order
         rows = length[chosen]
         slots = np.empty(rows.sum(), np.int64)
+
         # From the first stored row of each, at the position after the rows of the previous ones.
         stretches = chains["last"][chosen], chains["dropped"][chosen], rows, np.cumsum(rows) - rows
         tables = self._state, self.capacity, self._fragments
@@ -550,10 +584,12 @@ class TrajectoryIndex(Ring):
             whole_number("length", length)
         if by == "trajectory":  # each drawable trajectory has weight 1: all of them, unless strict
             length, strict, span = (length, True, 0) if strict else (1, True, 0)
+
         key = (length, by == "start", strict, span)
         if self._changing:  # a change was interrupted (Ctrl-C) before the weights were updated
             self._weights.clear()
             self._changing = False
+
         if key not in self._weights:
             used = int(self._state["slots"][0])
             chains = len(self._chains)
@@ -563,6 +599,7 @@ class TrajectoryIndex(Ring):
             self._weights[key] = weight, tree
             if len(self._weights) > 4:
                 self._weights.popitem(last=False)
+
         self._weights.move_to_end(key)
         return self._weights[key][1]
 
@@ -581,16 +618,19 @@ class TrajectoryIndex(Ring):
             larger = np.zeros(_power_of_two(live + fragments), self._fragments.dtype)
             larger[numbers & (len(larger) - 1)] = self._fragments[numbers & (len(self._fragments) - 1)]
             self._fragments = larger
+
         if int(state["slots"]) + chains > len(self._chains):
             larger = np.zeros(_power_of_two(int(state["slots"]) + chains), self._chains.dtype)
             larger[: len(self._chains)] = self._chains
             self._chains = larger
             self._weights.clear()  # they are as long as the table; the next draw computes new ones
+
         # The hash table of ids is at most half full; a new one drops the ids of closed trajectories.
         if 2 * (int(state["ids"]) + chains) > len(self._table):
             larger = np.zeros(_power_of_two(4 * (int(state["open"]) + chains)), self._table.dtype)
             self._state["ids"] = _kernels().publishing.rehash(self._table, self._chains, larger)
             self._table = larger
+
         if len(self._touched) < fragments:
             self._touched = np.zeros(_power_of_two(fragments), np.int64)
 

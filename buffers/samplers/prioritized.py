@@ -93,6 +93,7 @@ class PrioritizedSampler(RandomSampler):
         self.priorities = Priorities(
             max_capacity, _number("alpha", alpha, 1e6), _number("eps", eps), dtype, max_priority_within_buffer
         )
+
         # The ring's counters at the last update: rows _head ... _written - 1 are in the tree.
         self._head = self._written = 0
         self._changing = False  # True during a change, and after one that was interrupted
@@ -168,6 +169,7 @@ class PrioritizedSampler(RandomSampler):
                 f"max_capacity={self.max_capacity} is less than the buffer's {ring.capacity} rows: give "
                 f"{type(self).__name__} at least max_capacity={ring.capacity}"
             )
+
         head = ring.head
         written = ring.written
         in_order = not self._changing and self.priorities.in_step
@@ -176,16 +178,19 @@ class PrioritizedSampler(RandomSampler):
         if not in_order or not self._head <= head <= self._written <= written:
             self._start_over(ring)
             return
+
         self._changing = True
         for slots in _stretches(self._head, head, ring.capacity):  # dropped rows
             self.priorities.fill(slots, 0.0, drawable=False)
         if head > self._head:
             self._allow_starts(ring, None)
+
         default = self.priorities.top(self._written - head)
         for slots in _stretches(self._written, written, ring.capacity):  # new rows
             self.priorities.fill(slots, default, drawable=self._every_row)
         if written > self._written:
             self._allow_starts(ring, self._written)
+
         self._head = head
         self._written = written
         self._changing = False
@@ -197,13 +202,18 @@ class PrioritizedSampler(RandomSampler):
         head = ring.head
         written = ring.written
         priorities = self.priorities
+
         # Rows head ... known - 1 already have a priority; rows known ... written - 1 are new.
         known = min(max(self._written, head), written)
         priorities.keep(_stretches(head, known, ring.capacity))
         default = priorities.top(known - head)
         for slots in _stretches(known, written, ring.capacity):
             priorities.values[slots] = default
-        for slots in _stretches(head, written, ring.capacity) if self._every_row else []:
+        if self._every_row:
+            pieces = _stretches(head, written, ring.capacity)
+        else:
+            pieces = []
+        for slots in pieces:
             priorities.drawable[slots] = True
         priorities.weigh_all()
         self._allow_starts(ring, head)
@@ -228,8 +238,13 @@ class PrioritizedSampler(RandomSampler):
         self._catch_up(ring)
         slots, weights, generation = self._choose(ring, batch_size, generator)
         info = {"priority_weight": weights, "index_generation": generation}
+
         indexed = follow and isinstance(ring, TrajectoryIndex)
-        return Draw(slots, follow=ring.follow(slots) if indexed else None, version=ring.version, info=info)
+        if indexed:
+            following = ring.follow(slots)
+        else:
+            following = None
+        return Draw(slots, follow=following, version=ring.version, info=info)
 
     def _choose(
         self, ring: Ring, count: int, generator: torch.Generator | None
@@ -238,6 +253,7 @@ class PrioritizedSampler(RandomSampler):
         ring.check_not_empty()
         priorities = self.priorities
         tree = self.priorities.tree
+
         if self.freshness is not None and (fresh := self.freshness.stored(ring)) is not self._fresh:
             # The list has changed since the last draw: rows that became too old lose their weight.
             stale = priorities.drawable.copy()
@@ -246,11 +262,13 @@ class PrioritizedSampler(RandomSampler):
             priorities.drawable[slots_out] = False
             priorities.weigh(slots_out)
             self._fresh = fresh
+
         if not tree.total > 0:
             raise RuntimeError(
                 "no row can be drawn: all priorities are 0 and so is eps; update the priorities or give "
                 f"{type(self).__name__} eps=1e-8"
             )
+
         # A uniform number times the total weight falls into the interval of one slot, which the tree finds.
         uniform = torch.rand(count, dtype=torch.float64, generator=generator).numpy()
         slots = np.empty(count, np.int64)
@@ -261,6 +279,7 @@ class PrioritizedSampler(RandomSampler):
         capacity = ring.capacity
         draw(tree.nodes, tree.levels, head, capacity, uniform, slots, ratios, generation)
         weights = torch.from_numpy(ratios).pow_(-self._beta)
+
         return torch.from_numpy(slots), weights, torch.from_numpy(generation)
 
     @override
@@ -284,10 +303,12 @@ class PrioritizedSampler(RandomSampler):
             generations = _NO_GENERATIONS
         else:
             generations = _host_integers("generation", generation)
+
         if generation is not None and len(generations) != len(index):
             raise ValueError(f"generation must have {len(index)} entries, like index, got {len(generations)}")
         self._catch_up(ring)
         most = self.priorities.most(self.alpha)
+
         # The kernel moves the slots whose rows are still stored to the front, along with their priorities.
         stored = index.copy()
         new = values.to(self.dtype, copy=True).numpy()
@@ -304,6 +325,7 @@ class PrioritizedSampler(RandomSampler):
                 f"priority[{bad}] is {float(values[bad])}: priorities must be numbers from 0 to {most:.3g} that "
                 f"{self.dtype} can hold"
             )
+
         self._changing = True
         self.priorities.put(stored[:count], new[:count])
         self._changing = False
@@ -343,6 +365,7 @@ class PrioritizedSampler(RandomSampler):
         counted = type(head) is int and type(written) is int and 0 <= head <= written <= ring.written
         if not counted or count != min(written, self.max_capacity):
             raise damaged(f"it has {count} priorities for the rows {head} ... {written}")
+
         low, high = map(float, torch.aminmax(priority)) if count else (0.0, 0.0)
         if not (low >= 0 and high <= most and isinstance(highest, float) and 0 <= highest <= most):
             raise damaged(f"its priorities are not all numbers from 0 to {most:.3g}")
@@ -437,6 +460,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         before, after = span if isinstance(span, Sequence) and len(span) == 2 else (False, span)
         if before:
             raise ValueError(f"span[0] must be False: a slice starts at the row that was drawn, got {span!r}")
+
         SliceSampler.__init__(
             self,
             num_slices=num_slices,
@@ -450,6 +474,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
             end_keys=end_keys,
             fill=fill,
         )
+
         PrioritizedSampler.__init__(
             self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, max_policy_lag
         )
@@ -478,9 +503,11 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         if least != self._least:  # other starts: search all again
             self._least = least
             self._changing = True
+
         self._catch_up(ring)
         if len(ring) and not self.priorities.tree.total > 0 and not self.priorities.drawable.any():
             raise index.too_short(least)
+
         more = partial(self._slices, index, length, generator, follow)
         draw = more(batch_size // length)
         if len(draw.slots) == batch_size or not self.fill:
@@ -499,6 +526,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         rows = draw.slots.numpy(), row_weights.numpy(), generation.numpy()
         self.priorities.kernels.spread(index.head, index.capacity, weights.numpy(), firsts, lasts, *rows)
         draw.info = {"priority_weight": row_weights, "index_generation": generation}
+
         return draw
 
 
@@ -527,6 +555,7 @@ class Priorities:
         self.eps = eps
         self.within_buffer = within_buffer
         self.tree = SumTree(capacity)
+
         # The highest priority of each block of 256 slots, so that an update only rescans its own blocks.
         blocks = -(-capacity // _BLOCK)  # rounded up
         self.values: Array = np.zeros(blocks * _BLOCK, _DTYPES[dtype])
@@ -591,6 +620,7 @@ class Priorities:
         if drawable:  # from the stored priority, which may be rounded to float32
             rounded = float(self.values.dtype.type(priority))
             weight = self.kernels.weight(rounded, self.eps, self._used)
+
         self.tree.fill(slots.start, slots.stop - slots.start, weight)
         if self.within_buffer:
             # Blocks that the stretch touches, rounded up.
@@ -601,6 +631,7 @@ class Priorities:
         """Set the priorities of the rows in ``slots`` (int64); of duplicate slots, the last one counts."""
         if not len(slots):
             return
+
         self.values[slots] = priorities
         self.ever = max(self.ever, float(priorities.max()))
         if self.within_buffer:
@@ -635,6 +666,7 @@ def _reduce(priority: Tensor, count: int, reduction: str) -> Tensor:
     """Return one priority per slot, float64 ``[count]`` on the host; ``reduction`` reduces several per slot."""
     if priority.is_complex():
         raise TypeError(f"priority must be real numbers, got {priority.dtype}")
+
     values = priority.detach().to("cpu", torch.float64)
     if values.numel() == 1:
         return values.reshape(1).expand(count)
@@ -644,12 +676,14 @@ def _reduce(priority: Tensor, count: int, reduction: str) -> Tensor:
         raise ValueError(
             f"priority must be a number or have one entry per index, got {list(priority.shape)} for {count}"
         )
+
     values = values.flatten(1)
     # Before the reduction, which could hide them: the maximum of 1 and -2 is 1.
     if not values.min() >= 0:  # written so that NaN fails, too
         row = int((~(values >= 0)).any(1).nonzero()[0])
         raise ValueError(f"priority[{row}] is {values[row].tolist()}: priorities must be at least 0")
     reduced = getattr(values, reduction)(1)
+
     return reduced if isinstance(reduced, Tensor) else reduced.values
 
 

@@ -67,6 +67,7 @@ class Freshness:
             column = None
         else:
             column = self.storage.columns.get(POLICY_VERSION)
+
         if column is None:
             raise KeyError(f"no column {POLICY_VERSION!r} is stored, which max_policy_lag needs")
         return torch.as_tensor(column.take(slots)).reshape(-1).cpu()
@@ -79,6 +80,7 @@ class Freshness:
         if written < self._seen:  # a state has been loaded meanwhile
             self.newest = -1
             first = ring.head
+
         if written > first:
             stored = ring.stored()
             # The newest rows by age: with a selecting writer, row numbers do not tell the slots.
@@ -86,9 +88,11 @@ class Freshness:
                 new = stored[len(stored) - (written - first) :]
             else:
                 new = stored
+
             if len(new):
                 self.newest = max(self.newest, int(self.versions(new).max()))
             self._seen = written
+
         return self.newest - self.max_lag
 
     def fresh_slices(self, draw: Draw, least: int) -> tuple[Tensor, Tensor]:
@@ -106,6 +110,7 @@ class Freshness:
         if self._fresh is None or self._fresh[0] != basis:
             slots = ring.stored()
             self._fresh = basis, slots[self.versions(slots) >= basis[0]]
+
         if not len(self._fresh[1]):
             raise self.too_old()
         return self._fresh[1]
@@ -114,6 +119,7 @@ class Freshness:
         """Draw ``count`` fresh rows uniformly, with replacement; RuntimeError if there are none."""
         version = ring.version  # read first, because other processes may write meanwhile
         least = self.look(ring)
+
         kept = list[Tensor]()
         missing = count
         for _ in range(_TRIES):
@@ -125,6 +131,7 @@ class Freshness:
         else:  # few rows are fresh: list them, and draw the rest from the list
             slots = self.stored(ring)
             kept.append(slots[torch.randint(len(slots), (missing,), generator=generator)])
+
         return Draw(torch.cat(kept), version=version)
 
     def slices(
@@ -149,19 +156,23 @@ class Freshness:
         starts = list[Tensor]()
         lengths = list[Tensor]()
         self.stored(ring)  # raises if no row is fresh
+
         while found < count:
             if drawn > _MOST * count:
                 raise RuntimeError(
                     f"only {found} of {drawn} slices drawn have no row older than version {least}, but {count} were "
                     "requested: allow a larger max_policy_lag, or draw shorter slices"
                 )
+
             start, rows = self.fresh_slices(way(ask, length, follow=False, **options), least)
             starts.append(start)
             lengths.append(rows)
             found = found + len(start)
             drawn = drawn + ask
+
             # Ask for twice the expected number, but at most 65,536 at once.
             ask = max(1, min(2 * (count - found) * drawn // max(found, 1), 1 << 16))
+
         return lay_out(torch.cat(starts)[:count], torch.cat(lengths)[:count], follow=follow)
 
     def too_old(self) -> RuntimeError:
@@ -340,6 +351,7 @@ class Sampler(Facts, ABC):
                 f"the state was saved with a sampler of another kind, this buffer has a {type(self).__name__}: load it "
                 "into a buffer with a sampler like that one, and extend this buffer with other.oldest_first()"
             )
+
         newest = state.get("policy_version", -1)
         if type(newest) is not int or not -1 <= newest < 2**63:
             raise damaged(f"its newest policy version is {newest!r}")
@@ -381,6 +393,7 @@ class RandomSampler(Sampler):
             draw = ring.uniform(batch_size, generator)
         else:
             draw = self.freshness.uniform(ring, batch_size, generator)
+
         if follow:
             draw.follow = ring.follow(draw.slots)
         return draw

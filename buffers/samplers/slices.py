@@ -120,9 +120,11 @@ class SliceSampler(Sampler):
         self.freshness = freshness(max_policy_lag)
         if num_slices is None and slice_len is None:
             raise TypeError(f"{type(self).__name__} needs num_slices or slice_len")
+
         for name, number in (("num_slices", num_slices), ("slice_len", slice_len)):
             if number is not None:
                 whole_number(name, number)
+
         one_of("by", by, BY)
         flags(strict_length=strict_length, pad_output=pad_output, cache_values=cache_values, fill=fill)
         need_keys(
@@ -132,10 +134,12 @@ class SliceSampler(Sampler):
             init_key=init_key,
             start_key=start_key,
         )
+
         if not isinstance(end_key, list):
             need_keys(optional=True, end_key=end_key)
         if pad_output and strict_length:
             raise ValueError("pad_output=True needs strict_length=False: otherwise no slice is short")
+
         both = end_key is not None and end_keys is not None
         name = "end_key" if isinstance(end_key, list) else "end_keys"
         if isinstance(end_key, list):
@@ -145,6 +149,7 @@ class SliceSampler(Sampler):
             raise TypeError(
                 f"end_keys must be a list of entries, without end_key, got end_keys={end_keys!r}, end_key={end_key!r}"
             )
+
         self.num_slices = num_slices
         self.slice_len = slice_len
         self.end_keys = listed
@@ -157,15 +162,18 @@ class SliceSampler(Sampler):
         self.init_key = init_key
         self.by: By = by
         self._flags: list[NestedKey] = []  # done, terminated and truncated, which have a common parent
+
         if truncated_key is not None:
             *path, _ = as_tuple(truncated_key)
             done, terminated = ((*path, name) if path else name for name in ("done", "terminated"))
             self._flags = [done, terminated, truncated_key]
+
         spans(span, slice_len)
         if isinstance(span, Sequence):
             self.span = (span[0], span[1])
         else:
             self.span = (span, span)
+
         self.start_key = start_key
         self._storage: StoredColumns | None = None
 
@@ -186,11 +194,13 @@ class SliceSampler(Sampler):
         for key in (self.traj_key, self.end_key):
             if key is not None:
                 require(batch, key)
+
         ends = [key for key in self.end_keys or [] if batch.get(key, None) is not None]
         if self.start_key is not None:
             if self.start_key != HAS_STATE:
                 require(batch, self.start_key)
             why_not = self._not_at or ("span allows other start rows" if any(self.span) else "")
+
             if batch.get(self.start_key, None) is not None:
                 marker(batch, self.start_key)  # raises TypeError unless bool
                 if why_not:
@@ -198,9 +208,11 @@ class SliceSampler(Sampler):
                         f"{type(self).__name__} cannot begin slices at rows that {self.start_key!r} marks: {why_not}. "
                         "Use SliceSampler(slice_len=...), collect with state_stride=1, or exclude the entry"
                     )
+
         for key in self._flags:
             if batch.get(key, None) is not None:
                 marker(batch, key)
+
         init_key = IS_INIT if self.init_key is None else self.init_key
         end_key = ends[0] if ends else self.end_key
         keys = BoundaryKeys.probe(batch, traj_key=self.traj_key, end_key=end_key, init_key=init_key)
@@ -218,9 +230,11 @@ class SliceSampler(Sampler):
             if slices is None or length is None:
                 raise ValueError("batch_size must be given to ReplayBuffer(...) or to sample(...)")
             return slices * length
+
         for name, number in (("num_slices", slices), ("slice_len", length)):
             if number is not None and batch_size % number:
                 raise ValueError(f"batch_size={batch_size} is not divisible by {name}={number}")
+
         if slices is not None and length is not None and slices * length != batch_size:
             raise ValueError(f"num_slices={slices} times slice_len={length} is not batch_size={batch_size}")
         if any(self.span):
@@ -237,12 +251,14 @@ class SliceSampler(Sampler):
             index = ring
         else:
             index = indexed(ring, self)
+
         length = self.slice_len or batch_size // (self.num_slices or 1)
         marks = None
         if self._storage is not None and self.start_key is not None:
             marks = self._storage.columns.get(self.start_key)
         way: dict[str, Any] = {"by": self.by, "strict": self.strict_length, "generator": generator}
         draw_slices: Callable[..., Draw]
+
         if isinstance(marks, TensorColumn):  # bool [capacity], True for rows at which slices may begin
             marked = marks.data.view(-1).numpy(force=True)
             draw_slices = partial(_draw_marked, index, marked)
@@ -250,6 +266,7 @@ class SliceSampler(Sampler):
             draw_slices = index.draw
             if any(self.span):
                 way["span"] = spans(self.span, length)
+
         if self.freshness is not None:
             draw_slices = partial(self.freshness.slices, index, index.slices_from, draw_slices)
         draw = draw_slices(batch_size // length, length, follow=follow, **way)
@@ -266,6 +283,7 @@ class SliceSampler(Sampler):
         """
         if draw.firsts is None or draw.lasts is None:
             return
+
         rows = len(draw.slots)
         device = next(iter(columns.values())).device
         init = done = terminated = truncated = None
@@ -279,6 +297,7 @@ class SliceSampler(Sampler):
             if terminated_key not in columns:  # other entries that could have ended an episode
                 columns[terminated_key] = done & ~truncated
             terminated = _flag(columns, terminated_key, shape, device)
+
         _mark((init, done, terminated, truncated), draw.firsts, draw.lasts)
         if draw.mask is not None:
             columns[MASK] = draw.mask.to(device)
@@ -290,6 +309,7 @@ def indexed(ring: Ring, sampler: Sampler) -> TrajectoryIndex:
     """Return ``ring`` if it is a `TrajectoryIndex`; else RuntimeError if it is empty, or TypeError."""
     if isinstance(ring, TrajectoryIndex):
         return ring
+
     ring.check_not_empty()
     raise TypeError(
         f"{type(sampler).__name__} draws from a TrajectoryIndex, got {type(ring).__name__}: pass the sampler to "
@@ -316,10 +336,12 @@ def spans(span: Span, length: int | None) -> tuple[int, int]:
     pair = span if isinstance(span, Sequence) else (span, span)
     if len(pair) != 2 or any(not isinstance(number, int) or number < 0 for number in pair):
         raise ValueError(f"span must be a bool, a number of rows or a pair of them, got {span!r}")
+
     most = max(pair) + 1 if length is None else length - 1
     if any(number is not True and number > most for number in pair):
         raise ValueError(f"span={span!r} leaves no row of a slice of {length}: use at most {most}, or True")
     before, after = (most if number is True else int(number) for number in pair)
+
     return before, after
 
 
@@ -327,12 +349,14 @@ def pad_slices(draw: Draw, length: int, ring: Ring) -> Draw:
     """Pad slices to ``length`` rows by repeating the last row of each."""
     (firsts, lasts) = bounds(draw)
     step = torch.arange(length)
+
     # [S, length]: positions in draw.slots, and whether they are rows of the slice
     at = torch.minimum(firsts[:, None] + step, lasts[:, None])
     mask = firsts[:, None] + step <= lasts[:, None]
     firsts = torch.arange(len(at)) * length
     slots = draw.slots[at.flatten()]
     follow = None if draw.follow is None else ring.follow(slots)
+
     return Draw(slots, firsts, firsts + mask.sum(1) - 1, follow, mask.flatten(), draw.version)
 
 
@@ -348,6 +372,7 @@ def _flag(columns: Columns, key: NestedKey, shape: Sequence[int], device: torch.
         )
     elif not column.is_contiguous():
         column = columns[key] = column.contiguous()
+
     return column
 
 
@@ -388,12 +413,14 @@ def fill(first: Draw, rows: int, more: Callable[[int], Draw]) -> Draw:
     parts = [first]
     slices = len(bounds(first)[0])
     drawn = len(first.slots)
+
     while drawn < rows:
         # As many slices as hold the missing rows at the mean length so far, plus an eighth as a margin.
         part = more(-(-9 * (rows - drawn) * slices // (8 * drawn)))
         parts.append(part)
         slices = slices + len(bounds(part)[0])
         drawn = drawn + len(part.slots)
+
     return cut(_join(parts), rows)
 
 
@@ -404,6 +431,7 @@ def cut(draw: Draw, rows: int) -> Draw:
     kept = int(torch.searchsorted(firsts, rows))  # slices that begin before row number ``rows``
     if follow is not None:
         follow = Follow(follow.slots[:rows], follow.patch[:, follow.patch[0] < rows])
+
     return Draw(
         draw.slots[:rows],
         firsts[:kept],
@@ -427,12 +455,15 @@ def _join(parts: list[Draw]) -> Draw:
         if part.follow is not None:
             part.follow.patch[0] += at
             follows.append(part.follow)
+
         at += len(part.slots)
+
     follow = None
     if follows:
         slots = [each.slots for each in follows]
         patches = [each.patch for each in follows]
         follow = Follow(torch.cat(slots), torch.cat(patches, 1))
+
     return Draw(
         torch.cat([part.slots for part in parts]),
         torch.cat(firsts),

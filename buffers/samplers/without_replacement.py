@@ -41,9 +41,15 @@ class PassSampler(Sampler):
                     f"drop_last=True leaves nothing to sample: a pass has {self._amount(left, count)} {things}, fewer "
                     f"than the {count} of a batch. Use drop_last=False, smaller batches, or store more"
                 )
+
         taken, left = self._split(left, count)
-        self.ran_out = self._amount(left, count) < (count if self.drop_last else 1)
+        if self.drop_last:
+            least = count
+        else:
+            least = 1
+        self.ran_out = self._amount(left, count) < least
         self._left, self._key = None if self.ran_out else left, key
+
         return taken
 
     def _amount(self, left: Tensor, count: int) -> int:
@@ -72,10 +78,12 @@ class PassSampler(Sampler):
             raise damaged(f"its pass over the rows has the invalid key {key}")
         if left is None:
             return
+
         rows = len(self._form)
         shape = left.shape[:-1] if isinstance(left, Tensor) else None
         if shape is None or left.dtype is not torch.int64 or left.is_meta or list(shape) != list(self._form):
             raise damaged("the rest of its pass over the rows is not a list of rows")
+
         slots = left[0] if rows else left
         if key[:2] == (ring.head, ring.written):  # otherwise a new pass begins
             in_range = not len(slots) or 0 <= int(slots.min()) <= int(slots.max()) < ring.capacity
@@ -89,7 +97,10 @@ class PassSampler(Sampler):
         super().load_state_dict(state)
         left = state["pass"]["left"]
         self._key = tuple(state["pass"]["key"])
-        self._left, self.ran_out = None if left is None else left.clone(), state["ran_out"]
+
+        if left is not None:
+            left = left.clone()
+        self._left, self.ran_out = left, state["ran_out"]
 
 
 class SamplerWithoutReplacement(PassSampler):
@@ -135,6 +146,7 @@ class SamplerWithoutReplacement(PassSampler):
                 slots = ring.stored()
             else:
                 slots = self.freshness.stored(ring)
+
             if self.shuffle:
                 return slots[torch.randperm(len(slots), generator=generator)]
             return slots
@@ -143,13 +155,20 @@ class SamplerWithoutReplacement(PassSampler):
         if self.freshness is not None:
             key = (*key, self.freshness.look(ring))
         slots = self._take(key, batch_size, begin, "rows")
-        draw = Draw(slots, follow=ring.follow(slots) if follow else None, version=version)
+
+        if follow:
+            following = ring.follow(slots)
+        else:
+            following = None
+        draw = Draw(slots, follow=following, version=version)
+
         if not self.shuffle:
             # Slices end where the next row was not written directly after the row, as happens with selecting writers.
             numbers = ring.numbers(slots, ring.head)
             breaks = (numbers.diff() != 1).nonzero()[:, 0]
             draw.firsts = torch.cat([torch.tensor([0]), breaks + 1])
             draw.lasts = torch.cat([breaks, torch.tensor([len(slots) - 1])])
+
         return draw
 
     def mark(self, columns: Columns, draw: Draw) -> None:
@@ -238,6 +257,7 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
             fill=fill,
             max_policy_lag=max_policy_lag,
         )
+
         flags(drop_last=drop_last, shuffle=shuffle)
         self.drop_last = drop_last
         self.shuffle = shuffle
@@ -252,11 +272,13 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
             slices = index.slice_partition(
                 length, by=self.by, strict=self.strict_length, shuffle=self.shuffle, generator=generator
             )
+
             if self.freshness is not None:
                 cut_out = index.slices_from(slices[0], slices[1])
                 slices = torch.stack(self.freshness.fresh_slices(cut_out, key[-1]))
                 if not slices.shape[1]:
                     raise self.freshness.too_old()
+
             if self.shuffle:
                 slices = slices[:, torch.randperm(slices.shape[1], generator=generator)]
             return slices
@@ -296,6 +318,7 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
     def _split(self, left: Tensor, count: int) -> tuple[Tensor, Tensor]:
         if not self._fills:
             return super()._split(left, count)
+
         ends = left[1, :count].cumsum(0)  # cumulative number of rows
         last = int(torch.searchsorted(ends, count))  # the slice that contains row number ``count - 1``
         taken = left[:, : last + 1].clone()
@@ -303,4 +326,5 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
         if beyond <= 0:
             return taken, left[:, last + 1 :]
         left[1, last] = beyond  # its other rows remain; their start is computed when rows are listed
+
         return taken, left[:, last:]

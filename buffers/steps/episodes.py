@@ -45,9 +45,11 @@ class Episodes:
     def __init__(self, num_envs: int, writer: int, first: int = 0) -> None:
         self.num_envs = num_envs
         self.fresh: Array = np.ones(num_envs, np.bool_)
+
         # Ids grow by E per episode. The first row of each episode adds E, even in the very first episode.
         self.ids: Array = np.arange(num_envs) + (writer << ID_BITS) + (first - 1) * num_envs
         self._warned: set[str] = set()
+
         # Ended rows that a next row followed, and those of them whose next observation was that row's.
         self._ends_seen = self._ends_alike = 0
         # Hashes of the first `_REMEMBERED` rows' observations, and whether each began an episode.
@@ -64,6 +66,7 @@ class Episodes:
         self._given = frozenset(given)
         self._pairs = [(key, next_key(key)) for key in keys]
         self._trusted = {key for key, _ in self._pairs if as_tuple(key)[0] == OBSERVATION}
+
         # The compared values of the last row before the waiting ones.
         self._before: dict[NestedKey, Array] = {}
         self._ends = [key for key in (TERMINATED, TRUNCATED, DONE) if key in self._given]
@@ -84,6 +87,7 @@ class Episodes:
                     f"the step's {DONE!r} is {done.tolist()}, but terminated or truncated is {either.tolist()}: leave "
                     "it out, and it is filled in"
                 )
+
         if IS_INIT in self._given or "left" in self._warned or not (row or self._before):
             return False
         pairs = [
@@ -92,6 +96,7 @@ class Episodes:
         ]
         if all(said.tobytes() == now.tobytes() for said, now in pairs):
             return False
+
         if row:
             ended = np.logical_or.reduce([given[key].rows[:, row - 1] for key in self._ends])
         else:
@@ -103,15 +108,18 @@ class Episodes:
         flags = {key: staged[key].rows[:, first:stop] for key in FLAGS if key in staged}
         done = flags[DONE]
         ids = staged[TRAJ_IDS].rows[:, first:stop]
+
         for missing, other in ((TERMINATED, TRUNCATED), (TRUNCATED, TERMINATED)):
             if missing in flags and missing not in self._given:
                 # If terminated or truncated is missing, derive it from ``done``.
                 flags[missing][:] = done & ~flags[other] if DONE in self._given else False
+
         if TERMINATED in flags:
             np.logical_or(flags[TERMINATED], flags[TRUNCATED], out=done)
         starts = self._starts(staged, np.concatenate([self.fresh[:, None], done[:, :-1]], 1), first, stop)
         if IS_INIT in self._given:
             starts |= flags[IS_INIT]
+
         flags[IS_INIT][:] = starts  # including those that the steps set
         own = self.ids[:, None] + starts.cumsum(1) * self.num_envs
         if TRAJ_IDS not in self._given:
@@ -131,38 +139,47 @@ class Episodes:
             begin = 0
         else:
             begin = 1
+
         every_fresh = fresh
         fresh = fresh[:, begin:]
         same = None
         inside = ~fresh
+
         for key, later in list(self._pairs):
             agrees = ~self._differ(staged, key, later, first, stop)
             if key not in self._trusted:
                 if not inside.any():
                     continue
+
                 at = int(inside.any(0).argmax())  # the first step with a row that does not begin an episode
                 if not (agrees & inside)[:, at].any():
                     self._pairs.remove((key, later))  # its next values are not the values of the next rows
                     continue
                 self._trusted.add(key)
                 agrees[:, :at] = False  # in earlier steps every row begins an episode
+
             same = agrees if same is None else same & agrees
+
         if same is not None:
             alike = same & fresh
             self._ends_seen += int(np.count_nonzero(fresh))
             self._ends_alike += int(np.count_nonzero(alike))
+
             if len(self._hashes) < _REMEMBERED:
                 goes_on = np.zeros_like(every_fresh)
                 goes_on[:, begin:] = same & inside
                 self._remember(staged, every_fresh, goes_on, first)
+
             # Right rows of an env with few observations may look so, too.
             if alike.any() and "ended" not in self._warned and 2 * self._ends_alike >= self._ends_seen:
                 begun = np.zeros_like(every_fresh)
                 begun[:, begin:] = alike
                 if self._firsts_are_rare(staged, begun, first):
                     self._warn_of_end(alike)
+
             self._warn_of_reset(~same & inside)
             starts[:, begin:] |= ~same
+
         if TRAJ_IDS in self._given:
             starts[:, begin:] |= self._differ(staged, TRAJ_IDS, TRAJ_IDS, first, stop)
         return starts
@@ -177,7 +194,9 @@ class Episodes:
         if not first and self._before:
             before = torch.from_numpy(self._before[later]).view_as(now[:, 0])
             wrong.append(differ(before, now[:, 0])[:, None])
+
         many = max(1, _CACHED // (now[:, 0].numel() * now.element_size() + 1))
+
         for t in range(begin, stop, many):
             u = min(t + many, stop)
             rows = said[:, t - 1 : u - 1].flatten(0, 1), now[:, t:u].flatten(0, 1)
@@ -190,6 +209,7 @@ class Episodes:
         if keys != self._hashed:
             self._hashed = keys
             self._hashes.clear()
+
         room = _REMEMBERED - len(self._hashes)
         env, step = (fresh | goes_on).nonzero()
         flags = fresh[env[:room], step[:room]].tolist()
@@ -234,4 +254,8 @@ class Episodes:
         if what not in self._warned:
             self._warned.add(what)
             # the caller of write; (_store), _mark, mark, _starts and _warn_of_end or _warn_of_reset are in between
-            warnings.warn(f"{text}. (Shown once per writer)", stacklevel=8 if what == "ended" else 7)
+            if what == "ended":
+                level = 8
+            else:
+                level = 7
+            warnings.warn(f"{text}. (Shown once per writer)", stacklevel=level)

@@ -43,6 +43,7 @@ class StagedColumn:
         self.dtype = dtype
         self.data = torch.empty((num_envs, window, *shape), dtype=dtype)
         self.flat = self.data.flatten(0, 1)  # row (env, step) is row env * L + step
+
         # NumPy writes small arrays much faster than torch. Dtypes that it lacks are written as integers.
         self._word = None
         try:
@@ -50,6 +51,7 @@ class StagedColumn:
         except TypeError:
             self._word = {1: torch.int8, 2: torch.int16}[dtype.itemsize]
             self.rows = self.data.view(self._word).numpy()
+
         # One number per row may be given as [E] or [E, 1], and is stored as [E, L, 1].
         if tuple(shape) == (1,) and (key in FLAGS or key == REWARD):
             self.rows = self.rows[..., 0]
@@ -71,12 +73,18 @@ class StagedColumn:
                 first = torch.from_numpy(np.array(value))
         except TypeError:
             raise TypeError(f"step[{key!r}] must be a tensor or an array of numbers, got {value!r}") from None
+
         if not first.ndim or len(first) != num_envs:
+            if num_envs == 1:
+                hint = ": add the dimension of the one env in front"
+            else:
+                hint = ""
+
             raise ValueError(
                 f"step[{key!r}] must have one row for each of the {num_envs} envs, [{num_envs}, ...], got "
-                f"{list(first.shape)}"
-                + (": add the dimension of the one env in front" if num_envs == 1 else "")
+                f"{list(first.shape)}" + hint
             )
+
         dtype = first.dtype
         shape = first.shape[1:]
         if key in FLAGS or key == REWARD:
@@ -85,6 +93,7 @@ class StagedColumn:
             raise TypeError(f"step[{key!r}] must be bool [{num_envs}], got {dtype} {list(first.shape)}")
         if key == TRAJ_IDS and (dtype is not torch.int64 or len(shape)):
             raise TypeError(f"step[{key!r}] must be int64 [{num_envs}], got {dtype} {list(first.shape)}")
+
         if key == REWARD:
             if dtype.is_complex:
                 raise TypeError(f"step[{key!r}] must be real, got {dtype}")
@@ -109,17 +118,23 @@ class StagedColumn:
             array: Array = value.numpy(force=True)
         else:
             array = np.asarray(value)
+
         if array.dtype != self._kind and not (self.key == REWARD and array.dtype.kind in "fiub"):
             raise TypeError(f"step[{self.key!r}] is {array.dtype}, the first step's was {self.dtype}")
         if array.shape != self.shape:
             if array.shape == (*self.shape, 1) and len(self.shape) == 1 and self.data.ndim == 3:
                 return array[:, 0]
+
             rows = len(array) if array.ndim else 0
-            raise ValueError(
-                f"step[{self.key!r}] has rows of {rows} envs, this writer takes {self.shape[0]}"
-                if rows != self.shape[0]
-                else f"step[{self.key!r}] is {list(array.shape)}, the first step's was {list(self.shape)}"
-            )
+            if rows != self.shape[0]:
+                problem = f"step[{self.key!r}] has rows of {rows} envs, this writer takes {self.shape[0]}"
+            else:
+                problem = (
+                    f"step[{self.key!r}] is {list(array.shape)}, the first step's was {list(self.shape)}"
+                )
+
+            raise ValueError(problem)
+
         return array
 
     def window(self, steps: int) -> Tensor:
@@ -138,6 +153,7 @@ def entries(step: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[NestedKey, 
     """
     if not path and not isinstance(step, (dict, Mapping, TensorDictBase)):
         raise TypeError(f"a step is a dict or a tensordict of tensors [E, ...], got {type(step).__name__}")
+
     for name, value in step.items():
         key = (*path, *as_tuple(name)) if path else name
         if not isinstance(value, (np.ndarray, Tensor)) and isinstance(value, (Mapping, TensorDictBase)):
@@ -162,14 +178,21 @@ def window_of(capacity: int, num_envs: int, window: int | None) -> int:
         length = length if length >= min(_FEWEST_STEPS, steps) else most
     else:
         length = whole_number("window", window)
+
     rows = num_envs * max(1, length)
     if rest or not steps or steps % length:
         below = capacity // rows * rows
         above = -(-capacity // rows) * rows
         nearest = f"{below} or {above}" if below else str(above)
+
+        if window is None:
+            way_out = ""
+        else:
+            way_out = ", or change window"
+
         raise ValueError(
             f"a capacity of {capacity} rows is not a multiple of the {rows} rows of a window ({length} steps of "
-            f"{num_envs} envs): make the storage for {nearest} rows"
-            + ("" if window is None else ", or change window")
+            f"{num_envs} envs): make the storage for {nearest} rows" + way_out
         )
+
     return length

@@ -50,11 +50,13 @@ class StepPositions:
         if ring is not self.ring:  # the buffer was emptied or reloaded
             self.ring = ring
             self._count = 0
+
         head = ring.head
         if self._count == self._table.shape[1]:
             kept = self._table[:, self._first() :]
             self._table, self._count = np.zeros((3, 2 * kept.shape[1] + 16), np.int64), kept.shape[1]
             self._table[:, : self._count] = kept
+
         number = int(ring.numbers(torch.tensor([slot]), head)[0])
         self._table[:, self._count] = step, number, steps
         self._count += 1
@@ -73,7 +75,11 @@ class StepPositions:
 
     def tables(self, ring: Ring, stored: int, window: int) -> Where:
         """Return the arguments ``windows ... length`` of `flatroll.kernels.slices.steps.locate`; see :meth:`find`."""
-        return self._table, self._count if ring is self.ring else 0, ring.head, ring.capacity, stored, window
+        if ring is self.ring:
+            count = self._count
+        else:
+            count = 0
+        return self._table, count, ring.head, ring.capacity, stored, window
 
     def find(self, places: Tensor, ring: Ring, stored: int, window: int) -> tuple[Tensor, Array] | None:
         """Find rows by place, step * E + env, int64 ``[N]``; None if one was overwritten.
@@ -121,14 +127,22 @@ class StepPositions:
         from flatroll.kernels.slices.step_spans import step_spans  # numba
 
         oldest = self.oldest() if self.ring is ring else None
-        index = ring.tables if isinstance(ring, TrajectoryIndex) else _NO_INDEX
+        if isinstance(ring, TrajectoryIndex):
+            index = ring.tables
+        else:
+            index = _NO_INDEX
+
         asked = np.ascontiguousarray(places.numpy())
         spans = np.empty((2, len(places)), np.int64)
-        windows = self._table, self._count, -1 if oldest is None else oldest
+        if oldest is None:
+            oldest = -1
+        windows = self._table, self._count, oldest
         if not step_spans(asked, self.num_envs, *windows, stored, filled, *marks, *index, spans):
             return None
+
         step = asked // self.num_envs
         which, chosen = choose(step - spans[0], spans[1] - spans[0])
+
         # From the row's own step to the chosen one, of the same env.
         goals: Array = asked[which] + (spans[0, which] + chosen - step[which]) * self.num_envs
         return torch.from_numpy(np.stack([which, goals]))
@@ -160,8 +174,13 @@ class StepCopies:
         self.rows = -1
         if not storage.copies_bytes or storage.by_reference:
             return
-        next_keys = {} if storage.pool is None else storage.pool.next_keys
+
+        if storage.pool is None:
+            next_keys = {}
+        else:
+            next_keys = storage.pool.next_keys
         self._roots = [key for key, later in next_keys.items() if names is None or later in names]
+
         # The next value of an entry is usually that of a nearby row, so copy that entry, too.
         if names is None:
             asked = {*storage.columns, *next_keys.values()}
@@ -170,8 +189,10 @@ class StepCopies:
         stored = [key for key in storage.columns if key in asked or key in self._roots]
         found = (*stored, *(next_keys[key] for key in self._roots))
         self._extra = [key for key in stored if key not in asked]
-        if len(found) - len(self._extra) != len(staged if names is None else asked):
+        expected = staged if names is None else asked
+        if len(found) - len(self._extra) != len(expected):
             return
+
         # Columns that are copied as bytes are tensors.
         tensors = cast(dict[NestedKey, TensorColumn], storage.columns)
         columns = [tensors[key].data for key in (*stored, *self._roots)]
@@ -182,6 +203,7 @@ class StepCopies:
             for row, kind in zip(waiting, kinds, strict=True)
         ):
             return
+
         self._names = found
         like = [torch.empty((1, *shape), dtype=dtype, device="meta") for dtype, shape in kinds]
         self._forms = [(one.shape[1:], one.stride(), one.dtype) for one in like]
@@ -212,6 +234,7 @@ class StepCopies:
             torch.empty_strided((rows, *shape), stride, dtype=dtype) for shape, stride, dtype in self._forms
         ]
         target = np.array([copy.data_ptr() for copy in copies], np.int64)
+
         pooled = self._of[1]  # read here, because the pool's columns may grow and move
         if pooled is None:
             entries = {}
@@ -222,6 +245,7 @@ class StepCopies:
         of = state, fragments, self._columns, pool, self._at, target
         if not read_steps(asked, num_envs, *where, *of):
             return None
+
         columns = dict(zip(self._names, copies, strict=True))
         for key in self._extra:
             del columns[key]

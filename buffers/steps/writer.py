@@ -82,6 +82,7 @@ class StepWriter:
     def __init__(self, buffer: Buffer, num_envs: int, *, window: int | None = None, writer: int = 0) -> None:
         self.buffer = buffer
         self.num_envs = whole_number("num_envs", num_envs)
+
         # Make a copy: a list would keep views of the arrays' memory.
         if not isinstance(buffer.storage, ColumnStorage) or buffer.storage.ndim > 1 or buffer.writer.chooses:
             raise TypeError(
@@ -89,6 +90,7 @@ class StepWriter:
                 f"LazyTensorStorage(max_size), got {type(buffer.storage).__name__} (ndim={buffer.storage.ndim}) and "
                 f"{type(buffer.writer).__name__}"
             )
+
         buffer.storage.compiled = True
         self.window = window_of(buffer.storage.capacity, num_envs, window)
         self.writer = writer_number(writer)
@@ -138,12 +140,14 @@ class StepWriter:
         with self._lock:
             if self._closed:
                 raise RuntimeError("this step writer is closed: buffer.writer_for makes a new one")
+
             if self._filled == self._limit:
                 self._store()
             if not self._begun:
                 self._begin(step)
             given = self._given
             row = self._filled
+
             values = step
             if not isinstance(values, dict) or values.keys() != given.keys():
                 values = dict(entries(step))
@@ -151,6 +155,7 @@ class StepWriter:
                     raise ValueError(f"the step has an entry {unknown[0]!r} that the first one did not have")
                 if missing := [key for key in given if key not in values]:
                     raise ValueError(f"the step lacks the entry {missing[0]!r} that the first one had")
+
             for key, column in given.items():  # if a step fails half-way, its row is not read
                 column.put(row, values[key])
             if self._episodes.check(given, row):
@@ -171,10 +176,12 @@ class StepWriter:
                 f"nothing in the step says where episodes end: it needs {TERMINATED!r}, {TRUNCATED!r} or {DONE!r}, "
                 f"got {sorted(map(str, staged))}"
             )
+
         names = {as_tuple(key) for key in staged}
         inside = [name for name in names if any(name[:n] in names for n in range(1, len(name)))]
         if inside:
             raise ValueError(f"the step has {inside[0]!r}, but its parent is a tensor")
+
         given = staged.copy()
         flags: list[NestedKey] = [IS_INIT, DONE]
         if {TERMINATED, TRUNCATED} & staged.keys():
@@ -182,16 +189,19 @@ class StepWriter:
         for key in flags:
             if key not in staged:
                 staged[key] = StagedColumn(key, torch.bool, torch.Size([1]), self.num_envs, self.window)
+
         if TRAJ_IDS not in staged:
             staged[TRAJ_IDS] = StagedColumn(TRAJ_IDS, torch.int64, torch.Size([]), self.num_envs, self.window)
         kinds = {key: TensorColumn(column.data[0]) for key, column in staged.items()}
         self._episodes.begin(given, compared_keys(kinds, ()))
+
         storage = self.buffer.storage
         if storage.columns and not any(map(changes_stored, self.buffer.transforms)):
             # Raise now, and not when the window is full, if the step does not match the stored rows.
             blank = {key: torch.zeros_like(column.window(1)) for key, column in staged.items()}
             with self.buffer.write_lock:
                 storage.prepare(nest(blank, self.num_envs), None, self.buffer.markers)
+
         self._staged = staged
         self._given = given
         self._copies = {}
@@ -209,11 +219,13 @@ class StepWriter:
         rows = count * self.num_envs
         if not count:
             return
+
         self._mark(count)
         columns = {key: column.window(count) for key, column in self._staged.items()}
         slots = self.buffer.extend(nest(columns, rows))  # if it fails, the rows keep waiting
         self._episodes.keep(self._staged, count - 1)
         self._marked = 0
+
         # The window after a flush is shorter, because windows end at multiples of L, where they fit the ring.
         self._filled, self._limit = 0, self.window - self.steps % self.window
         if len(slots) != rows:
@@ -266,6 +278,7 @@ class StepWriter:
             first = self._positions.oldest()
         else:
             first = None
+
         if first is None:
             return self.steps - self._filled
         return first
@@ -314,6 +327,7 @@ class StepWriter:
                 columns = leaves(self._rows(places))
             else:
                 columns = self._take(places, names)
+
         if names is None:
             return columns
         if missing := [name for name in names if name not in columns]:
@@ -333,10 +347,12 @@ class StepWriter:
             )
             if any(part.size and part.dtype.kind not in "iu" for part in (step, env)):
                 raise TypeError(f"steps and envs must be integers, got {step.dtype} and {env.dtype}")
+
             if step.shape != env.shape:
                 # Copies: NumPy 1 warns about these views when Numba checks whether they are writable.
                 step, env = map(np.array, np.broadcast_arrays(step, env))
             step, env = (np.ascontiguousarray(part, np.int64).reshape(-1) for part in (step, env))
+
         places: Array = np.empty(len(step), np.int64)
         oldest = self._oldest()
         if not number_places(step, env, self.num_envs, oldest, self.steps, places):
@@ -346,9 +362,11 @@ class StepWriter:
                 raise IndexError(
                     f"steps {first} to {last} were requested, {oldest} to {self.steps - 1} are available"
                 )
+
             raise IndexError(
                 f"envs must be from 0 to {self.num_envs - 1}, got {int(env.min())} to {int(env.max())}"
             )
+
         return torch.from_numpy(places)
 
     def sample(self, batch_size: int | None = None) -> TensorDict:
@@ -361,13 +379,17 @@ class StepWriter:
             RuntimeError: no step was written.
             ValueError: the batch size is missing.
         """
-        size = whole_number("batch_size", self.buffer.batch_size if batch_size is None else batch_size)
+        if batch_size is None:
+            batch_size = self.buffer.batch_size
+        size = whole_number("batch_size", batch_size)
+
         with self._lock:
             while True:
                 first = self._oldest() * self.num_envs
                 stop = self.steps * self.num_envs
                 if first == stop:
                     raise RuntimeError("there is nothing to sample: write a step first")
+
                 with self.buffer.lock:
                     places = torch.randint(first, stop, (size,), generator=self.buffer.generator)
                 try:
@@ -383,6 +405,7 @@ class StepWriter:
         values = self._take(places)
         n = max(map(looks_ahead, transforms), default=0)
         ahead = None
+
         if n and len(places):
             ahead = places[:, None] + torch.arange(n) * self.num_envs
             ahead.masked_fill_(ahead >= self.steps * self.num_envs, -1)
@@ -390,6 +413,7 @@ class StepWriter:
             ids, init = (marks[key].cpu().view(-1, n) for key in (TRAJ_IDS, IS_INIT))
             init[:, 0] = False  # a row that begins a trajectory may come first
             ahead[((ids != ids[:, :1]) | init | (ahead < 0)).cummax(1).values] = -1
+
         chosen = self._choose(places)
         if chosen is None:
             read = None
@@ -400,6 +424,7 @@ class StepWriter:
         for transform in transforms:
             data = apply(transform, data, partial(row_ends, places, self.num_envs))
         result: TensorDict = data
+
         return result
 
     def _choose(self, places: Tensor) -> Tensor | None:
@@ -410,6 +435,7 @@ class StepWriter:
         chooser = chooser_of(buffer.transforms)
         if chooser is None:
             return None
+
         self._mark(filled)
         choose = partial(chooser.choose, generator=buffer.generator)
         kinds: dict[NestedKey, Any] = {IS_INIT: np.bool_, TRAJ_IDS: np.int64, DONE: np.bool_}
@@ -444,16 +470,20 @@ class StepWriter:
         if copies is None or not copies.is_current(storage):
             staged = {key: column.flat for key, column in self._staged.items()}
             copies = self._copies[names] = StepCopies(storage, staged, self._given, names)
+
         if copies.marks:
             self._mark(self._filled)
         if len(places) <= copies.rows:
             with buffer.lock:
                 where = self._positions.tables(buffer.ring, stored, self.window)
                 copied = copies.read(places, self.num_envs, where, buffer.ring)
+
             if copied is None:
                 raise Overwritten("another writer has overwritten requested rows")
             return copied
+
         asked = None if names is None else frozenset(names)
+
         while True:
             with buffer.lock:
                 ring = buffer.ring
@@ -461,23 +491,29 @@ class StepWriter:
                 found = self._positions.find(places, ring, stored, self.window)
                 if found is None:
                     raise Overwritten("another writer has overwritten requested rows")
+
                 slots, (at, rows) = found
                 if len(at) == len(places):
                     return self._read_waiting(rows, names)
+
                 if storage.needs_follow(asked):
                     follow = ring.follow(slots)
                 else:
                     follow = None
+
             columns: Columns = storage.read_rows(slots, follow, keys=asked)
+
             with buffer.lock:
                 if ring is buffer.ring and ring.unchanged_since(Draw(slots, follow=follow, version=version)):
                     break
+
         if len(at):  # waiting rows were read as arbitrary stored rows: replace those
             if storage.copies_bytes:
                 self._tail(names).copy_into(columns, at, rows)
             else:
                 for key, values in self._read_waiting(rows, names).items():
                     put_rows(columns[key], torch.from_numpy(at).to(values.device), values)
+
         return columns
 
     def _read_waiting(self, rows: Array, names: Names) -> Columns:
@@ -486,6 +522,7 @@ class StepWriter:
         at = torch.from_numpy(rows)
         taken = tail.take(at)
         device = getattr(self.buffer.storage, "device", "cpu")
+
         return {
             key: (taken[key] if key in taken else take_rows(column, at)).to(device)
             for key, column in tail.columns.items()
@@ -499,6 +536,7 @@ class StepWriter:
             staged = self._staged
             keys = staged if names is None else [name for name in names if name in staged]
             self._tails[names] = HostColumns({key: staged[key].flat for key in keys})
+
         return self._tails[names]
 
     # -- state -----------------------------------------------------------------------------------------------------
@@ -531,6 +569,7 @@ class StepWriter:
             state = self.__dict__.copy()
             if self._positions.ring is not self.buffer.ring:
                 state["_positions"] = StepPositions(self.num_envs)
+
         for name in ("_lock", "_staged", "_given", "_copies", "_tails"):
             del state[name]
         return state

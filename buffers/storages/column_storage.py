@@ -74,12 +74,18 @@ class Known:
         self.compiled = compiled
         self.host: HostColumns[NestedKey] | None = None
         if compiled and columns and device.type == "cpu":
-            self.host = plain_columns(columns, pool.next_keys if pool is not None and pool.plain else None)
+            if pool is not None and pool.plain:
+                next_keys = pool.next_keys
+            else:
+                next_keys = None
+            self.host = plain_columns(columns, next_keys)
+
         self.later: HostColumns[NestedKey] | None = None
         self.now: Array = np.zeros(0, np.int64)
         if self.host is not None and pool is not None and self.host.columns.keys() == columns.keys():
             self.later = plain_columns({name: columns[key] for key, name in pool.next_keys.items()})
             self.now = np.array([list(columns).index(key) for key in pool.pairs], np.int64)
+
         self.memory = Spans.of(
             [column.data for column in columns.values() if isinstance(column, TensorColumn)]
         )
@@ -154,15 +160,18 @@ class ColumnStorage(Storage):
         if not self.filling:  # when filling, the caller's tensors become the columns
             columns = {key: self.make_column(key, *kind) for key, kind in like.items()}
             made = {key: column for key, column in columns.items() if column is not None}
+
             for option in ("frame_stack", "codec", "sparse"):
                 if twice := [key for key in getattr(self, option, ()) if key in made]:
                     raise ValueError(
                         f"{option} names {twice[0]!r}, which make_column keeps in a {type(made[twice[0]]).__name__}: "
                         "leave it out of one of them"
                     )
+
             self.own_column = next((type(column).__name__ for column in made.values()), None)
             self._own_keys = frozenset(made)
             self.not_compared.update(map(without_next, made))  # custom columns may change values
+
         made |= self._allocate({key: kind for key, kind in like.items() if key not in made})
         return {key: made[key] for key in like}
 
@@ -206,72 +215,78 @@ class ColumnStorage(Storage):
     def prepare(
         self, batch: object, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
     ) -> Rows:
-        if self.structure is None:
-            structure = Structure.of(batch)
-        else:
-            structure = self.structure
+        structure = Structure.of(batch) if self.structure is None else self.structure
         columns = structure.columns(batch)
         if not columns:
             raise ValueError("the batch has no entries to store")
+
         if isinstance(batch, TensorDictBase):
             self.compiled = self.compiled or keys is not None or self.compact_obs
         elif final is not None:
             raise ValueError("final is only for compact tensordict batches")
         elif self.compact_obs:
             raise TypeError(f"compact_obs=True needs tensordict batches, got {type(batch).__name__}")
+
         known = self.known
-        count = next(iter(columns.values())).shape[0]
         if known is None or known.compiled is not self.compiled:
             known = self._find_known()
+
+        # Most batches are copied by one call (`usual`) and need no further checks.
+        count = next(iter(columns.values())).shape[0]
         source = None
         later = None
         if known.host is not None and final is None and count <= self.max_size:
             source = known.host.find(columns, count)
             if source is not None and known.later is not None:
                 later = known.later.find(columns, count)
-        # Most batches are copied by one call and need no further checks.
         twice = 0 if later is None else len(later)
         usual = source is not None and len(source) == len(columns) - twice == len(self.columns)
         if not usual:
             check_kinds(columns, known.memory)
-        # If lanes make the capacity smaller than max_size, count is a multiple of the lanes as well.
+
+        # The first rows of a batch that is too long are left out. If lanes make the capacity smaller than max_size,
+        # count is a multiple of the lanes as well.
         skip = 0 if whole or count <= self.max_size else count - self.capacity
+
         late = None
         if final is not None:
-            late = self._check_final(
-                read_final(final), batch, columns, keys or BoundaryKeys.probe(batch), skip
-            )
+            probed = keys or BoundaryKeys.probe(batch)
+            late = self._check_final(read_final(final), batch, columns, probed, skip)
+
         if skip:
             self.warn_left_out(skip)
             columns = {key: column[skip:] for key, column in columns.items()}
             count = count - skip
+
         if self.compact_obs:
             keys = keys or BoundaryKeys.probe(batch)
-            if usual and self.pool is not None and source is not None and later is not None:
-                if self.lanes:
-                    marked = self._marker_columns(columns, keys, count)
-                else:
-                    marked = columns
-                pairs = source[known.now], later, self.pool.row_bytes
-                cut = Fragments.read(marked, keys, None, pairs)
-                tails = self.pool.tails(columns, None, cut.lasts)
-                if keys.in_order:
-                    check_tails(columns, cut, self._compared_in(columns, self.pool), tails, skip)
-                return Rows(count, {key: columns[key] for key in self.columns}, cut, tails, source)
-            return self._prepare_compact(structure, columns, count, late, keys, skip)
+            if not (usual and self.pool is not None and source is not None and later is not None):
+                return self._prepare_compact(structure, columns, count, late, keys, skip)
+
+            marked = self._marker_columns(columns, keys, count) if self.lanes else columns
+            pairs = source[known.now], later, self.pool.row_bytes
+            cut = Fragments.read(marked, keys, None, pairs)
+            tails = self.pool.tails(columns, None, cut.lasts)
+            if keys.in_order:
+                check_tails(columns, cut, self._compared_in(columns, self.pool), tails, skip)
+            return Rows(count, {key: columns[key] for key in self.columns}, cut, tails, source)
+
         if late is not None:
             columns |= {next_key(key): obs for key, obs in next_columns(columns, late).items()}
-        if keys is None or not self.lanes:
-            marked = columns
-        else:
-            marked = self._marker_columns(columns, keys, count)
-        fragments = None if keys is None else Fragments.read(marked, keys)
-        if keys is not None and fragments is not None and keys.in_order:
-            compared = known.compared
-            if compared is None or compared.not_compared != len(self.not_compared):
-                check_followed(columns, fragments, self._compared_in(columns, None), None, skip)
-            else:
-                check_followed(columns, fragments, compared, source if usual else None, skip)
+
+        fragments = None
+        if keys is not None:
+            marked = self._marker_columns(columns, keys, count) if self.lanes else columns
+            fragments = Fragments.read(marked, keys)
+
+            if keys.in_order:
+                compared = known.compared
+                if compared is None or compared.not_compared != len(self.not_compared):
+                    check_followed(columns, fragments, self._compared_in(columns, None), None, skip)
+                else:
+                    followed = source if usual else None
+                    check_followed(columns, fragments, compared, followed, skip)
+
         if not usual:
             self._check_columns(columns, structure)
         return Rows(count, columns, fragments, source=source)
@@ -288,6 +303,7 @@ class ColumnStorage(Storage):
         kept = batch[skip:] if skip else batch
         ends = run_ends(kept, is_init_key=keys.is_init, done_key=keys.done, traj_key=keys.traj)
         check_final_covers(row[late] - skip, ends, {key: column[skip:] for key, column in columns.items()})
+
         return final
 
     def _marker_columns(self, columns: Columns, keys: BoundaryKeys, count: int) -> Columns:
@@ -312,11 +328,9 @@ class ColumnStorage(Storage):
         ``skip`` is the number of rows that were left out before them.
         """
         from_final: Columns = {} if final is None else final.next
-        if self.lanes:
-            marked = self._marker_columns(columns, keys, count)
-        else:
-            marked = columns
+        marked = self._marker_columns(columns, keys, count) if self.lanes else columns
         pool = self.pool or NextPool(find_pairs(columns, marked, final, keys))
+
         for key, next_name in pool.next_keys.items():
             now = columns.get(key)
             later = columns.get(next_name)
@@ -326,6 +340,7 @@ class ColumnStorage(Storage):
                 raise ValueError(
                     f"the batch lacks {next_name!r}, which the first extend had: pass it in the batch or in final"
                 )
+
         twice = set(pool.next_keys.values())
         stored = {key: column for key, column in columns.items() if key not in twice}
         if self.pool is not None and stored.keys() != self.columns.keys():
@@ -333,18 +348,22 @@ class ColumnStorage(Storage):
             new = [key for key in columns if key in pairs and next_key(key) not in {*twice, *self.columns}]
             if new:
                 raise ValueError(f"the batch has {next_key(new[0])!r}, which the first extend did not have")
+
         fragments = Fragments.read(marked, keys, pool.cuts(columns, final))
         tails = pool.tails(columns, final, fragments.lasts)
         if keys.in_order:
             check_tails(columns, fragments, self._compared_in(columns, pool), tails, skip)
+
         host = None if self.known is None else self.known.host
         source = None if host is None else host.find(stored, count)
         if source is None or not len(source) == len(stored) == len(self.columns):
             self._check_columns(stored, structure)
+
         if self.pool is None:
             pool.allocate(self.columns, self._own_keys)
             self.pool = pool
             self.known = None
+
         return Rows(count, stored, fragments, tails, source)
 
     def _compared_in(self, columns: Columns, pool: NextPool | None) -> tuple[NestedKey, ...]:
@@ -352,6 +371,7 @@ class ColumnStorage(Storage):
         compared = None if self.known is None else self.known.compared
         if compared is not None and compared.not_compared == len(self.not_compared):
             return compared.keys
+
         if pool is not None:
             columns = {name: columns[key] for key in pool.pairs for name in (key, next_key(key))}
         return compared_keys({key: column[0] for key, column in columns.items()}, self.not_compared)
@@ -365,6 +385,7 @@ class ColumnStorage(Storage):
             self.structure = structure
             self.known = None
             return
+
         for key, column in columns.items():
             kept = self.columns.get(key)
             if kept is None:
@@ -377,6 +398,7 @@ class ColumnStorage(Storage):
                     f"{shown(key)} is {column.dtype} {tuple(column.shape[1:])} per row, the storage has kept "
                     f"{kept.dtype} {tuple(kept.shape)} since the first extend"
                 )
+
         if len(columns) != len(self.columns):  # all keys are known, so some are missing
             missing = next(key for key in self.columns if key not in columns)
             raise ValueError(f"the batch lacks the entry {missing!r} that the first extend had")
@@ -388,23 +410,26 @@ class ColumnStorage(Storage):
         if host is not None and rows.source is not None:
             if host.write_found(slot, rows.source, rows.count):
                 written = host.columns
-            else:
-                written = ()
         elif host is not None:
             written = host.write(slot, rows.columns, rows.count, host.rows)
         if len(written) == len(rows.columns):
             return
+
         # As many as fit before the last slot; the rest wraps around to slot 0.
         fit = min(rows.count, self.capacity - slot)
         whole = fit == rows.count
-        for first, stop, to in [(0, fit, slot)] if whole else [(0, fit, slot), (fit, rows.count, 0)]:
+        parts = [(0, fit, slot)] if whole else [(0, fit, slot), (fit, rows.count, 0)]
+
+        for first, stop, to in parts:
             hint = after
             if after is not None and not whole:
                 among = (after.rows >= first) & (after.rows < stop)
                 hint = After(after.rows[among] - first, after.slots[among])
+
             for key, values in rows.columns.items():
                 if key not in written:
-                    self.columns[key].write(to, values if whole else values[first:stop], hint)
+                    piece = values if whole else values[first:stop]
+                    self.columns[key].write(to, piece, hint)
 
     @override
     def put(self, slots: Tensor, rows: Rows, at: Tensor | None = None) -> None:
@@ -419,6 +444,7 @@ class ColumnStorage(Storage):
     def link(self, ring: Ring, rows: Rows, keys: BoundaryKeys | None) -> Links | None:
         if not isinstance(ring, TrajectoryIndex):
             return None
+
         assert rows.fragments is not None
         known = self.known or self._find_known()
         source = rows.source
@@ -426,6 +452,7 @@ class ColumnStorage(Storage):
         compared = known.compared
         if compared is None or compared.not_compared != len(self.not_compared):
             compared = known.compared = Compared.of(self, pool, known.host)
+
         compare = NOTHING
         if source is not None and compared.pairs is not None:
             ends: list[Tensor] = []
@@ -435,14 +462,17 @@ class ColumnStorage(Storage):
                 compared.pairs[:, 0] = [column.data.data_ptr() for column in entries]
                 heads = [rows.columns[key] for key in compared.order]
                 source = np.array([values.data_ptr() for values in heads + ends], np.int64)
+
             if all(end.is_cpu and end.is_contiguous() for end in ends):
                 compare = compared.pairs, source, len(compared.keys), pool is not None
+
         found, wrong = ring.link(rows.fragments, compare)
         if wrong or compare is NOTHING:
             check = LinkCheck(self, pool, ring, rows, found)
             if compare is NOTHING:
                 check.compare(compared.keys)
             check.settle(compared.keys, check.unlike(), keys is not None and keys.traj in rows.columns)
+
         return Links(*found)
 
     @override
@@ -462,17 +492,21 @@ class ColumnStorage(Storage):
         assert self.structure is not None
         columns = self.structure.columns_of_rows(data, shape)
         check_kinds(columns, (self.known or self._find_known()).memory)
+
         if keys is None:
             fixed = set()
         else:
             fixed = {keys.is_init, keys.done, *keys.more_done, keys.traj, keys.step_count}
+
         if self.pool is not None:
             fixed |= {*self.pool.pairs, *self.pool.next_keys.values()}
         # Check all entries before writing any: an error changes nothing.
         kept = self.read_rows(draw.slots, draw.follow, keys=frozenset(columns))
+
         for key, values in columns.items():
             if key not in kept:
                 raise ValueError(f"no entry {key!r}: the storage keeps {sorted(self.columns, key=repr)}")
+
             stored = kept[key]
             if stored.dtype is not values.dtype or stored.shape != values.shape:
                 raise ValueError(
@@ -484,6 +518,7 @@ class ColumnStorage(Storage):
                     f"{shown(key)} cannot be changed in place: other rows or the trajectory index depend on it. "
                     "Leave the entry out, or extend with new rows"
                 )
+
         for key, values in columns.items():
             if key not in fixed:
                 self.columns[key].put(draw.slots, values)
@@ -502,10 +537,12 @@ class ColumnStorage(Storage):
                 "a compact storage reads next observations from the rows that follow: the sampler must set "
                 "Draw(..., follow=ring.follow(slots)) where draw is called with follow=True"
             )
+
         known = self.known
-        pool = None if follow is None else self.pool
         if known is None or known.compiled is not self.compiled:
             known = self._find_known()
+
+        pool = None if follow is None else self.pool
         columns: Columns = {}
         if keys is None and known.host is not None and pool is not None and follow is not None and pool.plain:
             # The variable keeps the pool's memory alive: a thread that writes may replace it by a larger one.
@@ -513,15 +550,18 @@ class ColumnStorage(Storage):
             columns = known.host.take_all(slots, follow.slots, follow.patch, entries)
             if columns:
                 return columns
+
         # First the columns that one call copies, then the others one by one.
         columns = {} if known.host is None else known.host.take(slots, keys)
-        if len(columns) < len(self.columns if keys is None else self.columns.keys() & keys):
+        wanted = self.columns if keys is None else self.columns.keys() & keys
+        if len(columns) < len(wanted):
             slots = slots.to(self.device)
             columns = {
                 key: columns[key] if key in columns else column.take(slots)
                 for key, column in self.columns.items()
                 if keys is None or key in keys
             }
+
         # Last the next observations: from the next rows, or from the pool where no row holds them.
         if pool is not None and follow is not None:
             for key, name in pool.next_keys.items():
@@ -531,6 +571,7 @@ class ColumnStorage(Storage):
                         at, kept = follow.patch
                         put_rows(rows, at.to(rows.device), pool.entries[key].take(kept))
                     columns[name] = rows
+
         return columns
 
     @property
@@ -568,26 +609,34 @@ class ColumnStorage(Storage):
             names = key if isinstance(key, tuple) else (key,)
             if not names or not all(isinstance(name, str) for name in names):
                 raise damaged(f"{key!r} is not the key of an entry")
+
             is_shape = isinstance(shape, torch.Size) and all(size >= 0 for size in shape)
             if not isinstance(dtype, torch.dtype) or not is_shape:
                 raise damaged(f"its entry {key!r} has the dtype {dtype!r} and the shape {shape!r}")
+
         structure = structure_from_plain(state["structure"])
         if structure is None:
             raise damaged("its rows are of an unknown kind")
+
         # Build and flatten an empty batch of that kind.
         rows = {key: torch.empty((0, *shape), dtype=dtype) for key, (dtype, shape) in state["like"].items()}
+
         try:
             again = structure.columns(structure.build(rows, torch.Size([0])))
         except (KeyError, RuntimeError, TypeError) as error:
             raise damaged(f"its entries do not make rows of its kind ({error})") from None
+
         if {key: (column.dtype, column.shape[1:]) for key, column in again.items()} != dict(state["like"]):
             raise damaged("its entries are not those of its kind of rows")
+
         columns = self.columns or {
             key: self.make_column(key, *kind) or self._blank_column(key, *kind)
             for key, kind in state["like"].items()
         }
+
         saved = {key: (*kind, state["kinds"][key]) for key, kind in state["like"].items()}
         here = {key: (column.dtype, column.shape, _kind_of(column)) for key, column in columns.items()}
+
         for key in {**saved, **here}:
             if saved.get(key) != here.get(key):
                 got, expected = (
@@ -599,21 +648,26 @@ class ColumnStorage(Storage):
                     "created like the saved one, and extend this buffer with other.oldest_first(), changed as "
                     "needed"
                 )
+
         return columns
 
     @override
     def check_tables(self, state: dict[str, Any], ring: Ring) -> None:
         if "like" not in state:
             raise ValueError(f"the state is of a ListStorage, this is a {type(self).__name__}")
+
         lanes = torch.Size(state["lanes"])
         own = self.lanes if self.columns else None
         if min(lanes, default=1) < 1:
             raise damaged(f"it has the lanes {list(lanes)}")
         if len(lanes) != self.ndim - 1 or own not in (None, lanes):
+            lanes_here = "" if own is None else f" and lanes {list(own)}"
+
             raise ValueError(
                 f"the state is of a storage with lanes {list(lanes)} after the time dim, this one has ndim={self.ndim}"
-                f"{'' if own is None else f' and lanes {list(own)}'}"
+                f"{lanes_here}"
             )
+
         whole_steps = self.max_size // lanes.numel() * lanes.numel()  # older states
         room = whole_steps if self.columns else self.room(lanes)
         if ring.capacity not in (room, whole_steps):
@@ -635,15 +689,18 @@ class ColumnStorage(Storage):
             ring.pool_size and not pool
         ):
             raise damaged(f"it has a pool of next observations of {list(pool)}, which are not stored once")
+
         expected = [(key, column, state["columns"][key], ring.used) for key, column in columns.items()]
         expected += [
             (next_key(key), columns[key].pool(), saved, ring.pool_size) for key, saved in pool.items()
         ]
+
         for key, column, saved, count in expected:
             try:
                 found = column.check_state_dict(saved)
             except ValueError as error:
                 raise ValueError(f"the entry {key!r}: {error}") from None
+
             if found not in (None, count):
                 raise damaged(f"the entry {key!r} has {found} values, the index counts {count}")
 
@@ -655,15 +712,18 @@ class ColumnStorage(Storage):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if not state["like"]:
             return
+
         new = not self.columns
         if new:
             before = self.lanes
             self.lanes = torch.Size(state["lanes"])
+
             try:
                 self.columns = self._make_columns(state["like"])
             finally:
                 self.lanes = self.lanes if self.columns else before
             self.structure, self.known = structure_from_plain(state["structure"]), None
+
         for key, column in self.columns.items():
             saved = state["columns"][key]
             # The memory of a new column and of unshared values has no other references, so the values can
@@ -675,7 +735,9 @@ class ColumnStorage(Storage):
                 if saved.get("unshared") and own.device.type == "cpu" and values.shape == own.shape:
                     column.data = values
                     continue
+
             column.load_state_dict(saved)
+
         if self.compact_obs:
             self.pool, self.known = NextPool(list(state["pool"])), None
             self.pool.allocate(self.columns, self._own_keys)

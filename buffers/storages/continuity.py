@@ -50,9 +50,11 @@ def state_pairs(columns: Mapping[NestedKey, Tensor | Column]) -> list[NestedKey]
         names = as_tuple(key)
         if names[0] == NEXT or names[-1] in _OF_THE_STEP:
             continue
+
         later = columns.get(next_key(key))
         if later is not None and later.shape == column.shape and later.dtype == column.dtype:
             pairs.append(key)
+
     return pairs
 
 
@@ -70,12 +72,14 @@ def find_pairs(columns: Columns, marked: Columns, final: Final | None, keys: Bou
             "extend(batch, final=collector.final), or use NextStateReconstructor or NextObservationDelta "
             "instead"
         )
+
     if len(pairs) == len(from_final):
         return pairs
     first = columns[pairs[0]]
     ends = torch.zeros(len(first), dtype=torch.bool)  # last rows of runs according to the markers alone
     ends[torch.from_numpy(Fragments.read(marked, keys).lasts)] = True
     inside = ~ends[:-1].to(first.device)
+
     # Store an entry once if at least half of the rows inside runs agree with the next row. Observations do;
     # outputs of a network for both, for example, would need a pool entry per row.
     most = int(inside.sum()) // 2
@@ -85,6 +89,7 @@ def find_pairs(columns: Columns, marked: Columns, final: Final | None, keys: Bou
         if key in from_final
         or int((differ(columns[next_key(key)][:-1], columns[key][1:]) & inside).sum()) <= most
     ]
+
     return shared or pairs
 
 
@@ -129,6 +134,7 @@ def check_followed(
     rows = fragments.rows
     if rows == len(fragments.lasts) or STEP_COUNT in batch or STEPS_TO_NEXT_OBS in batch:
         return
+
     if isinstance(compared, Compared) and source is not None and compared.pairs is not None:
         at = _broken(fragments, compared.pairs, source)
         keys = compared.keys
@@ -136,6 +142,7 @@ def check_followed(
         given = compared.keys if isinstance(compared, Compared) else compared
         keys = tuple(key for key in given if key in batch and next_key(key) in batch)
         at = _broken_in(batch, fragments, keys) if keys else NONE
+
     if len(at):
         here = torch.from_numpy(at)
         _refuse(batch, at, {key: batch[next_key(key)][here] for key in keys}, skip)
@@ -150,6 +157,7 @@ def check_tails(
     """
     if not np.count_nonzero(fragments.joined) or STEP_COUNT in batch or STEPS_TO_NEXT_OBS in batch:
         return
+
     (ends,) = np.nonzero(fragments.joined[1:])
     ends = ends[:: len(ends) // _CHECKED + 1]
     here = torch.from_numpy(ends)
@@ -161,10 +169,12 @@ def _refuse(batch: Columns, at: Array, said: Columns, skip: int) -> None:
     observations ``[K, ...]`` by root key. Rarely reached: NaN, low precision, and errors."""
     if not all(batch[key].is_cpu for key in said) or not said:  # reading values would sync
         return
+
     if NEXT_KNOWN in batch:
         known = batch[NEXT_KNOWN].reshape(-1).numpy(force=True)[at]
         said = {key: values[torch.from_numpy(known)] for key, values in said.items()}
         at = at[known]
+
     if not len(at):
         return
 
@@ -176,16 +186,23 @@ def _refuse(batch: Columns, at: Array, said: Columns, skip: int) -> None:
             values.detach().reshape(len(at), -1) for values in (now[here], now[here + 1], later)
         )
         said[key], differing[key] = after, ~follow(before, after, behind)
+
     named = as_tuple(next(iter(said)))[0] == OBSERVATION
     each = torch.stack(list(differing.values()))
     wrong = each.any(0) if named else each.all(0)
+
     for i in wrong.nonzero().flatten().tolist():
         source = _row_with({key: values[i] for key, values in said.items()}, batch)
         if source is None and not named:
             continue
+
         key = next(key for key in said if bool(differing[key][i]))
         row = int(at[i]) + skip
-        where = "" if source is None else f", but that of row {source + skip}"
+        if source is None:
+            where = ""
+        else:
+            where = f", but that of row {source + skip}"
+
         raise ValueError(
             f"row {row + 1} of the batch does not follow row {row} in its trajectory: the {next_key(key)!r} of row "
             f"{row} is not the {key!r} of row {row + 1}{where}. Extend with rows as they were collected, before you "
@@ -216,6 +233,7 @@ def _broken_in(batch: Columns, fragments: Fragments, keys: Sequence[NestedKey]) 
         sizes = [column[0].numel() * column.element_size() for column in now]
         pairs = np.array([(0, size, k, len(now) + k) for k, size in enumerate(sizes)], np.int64)
         return _broken(fragments, pairs, source)
+
     rows = fragments.rows
     compared = min(rows - 1, _CHECKED)
     at = np.arange(compared) * (rows - 1) // compared
@@ -223,6 +241,7 @@ def _broken_in(batch: Columns, fragments: Fragments, keys: Sequence[NestedKey]) 
     here = torch.from_numpy(at)
     unlike = [differ(column[here], head[here + 1]) for head, column in zip(now, later, strict=True)]
     broken_at: Array = at[torch.stack(unlike).any(0).numpy()]
+
     return broken_at
 
 
@@ -265,10 +284,12 @@ class Compared(NamedTuple):
             columns = {name: columns[key] for key in pool.pairs for name in (key, next_key(key))}
         keys = compared_keys(columns, storage.not_compared)
         there = [] if plain is None else list(plain.columns)
+
         if pool is None:
             order = keys
             if not all(key in there and next_key(key) in there for key in keys):
                 return cls(len(storage.not_compared), keys, None, order)
+
             if plain:
                 rows = [plain.pair(key, next_key(key)) for key in keys]
             else:
@@ -279,6 +300,7 @@ class Compared(NamedTuple):
                 return cls(len(storage.not_compared), keys, None, order)
             sizes = [columns[key].value_bytes for key in order]
             rows = [(0, size, k, len(order) + k) for k, size in enumerate(sizes)]
+
         return cls(len(storage.not_compared), keys, np.array(rows, np.int64).reshape(-1, 4), order)
 
 
@@ -316,7 +338,9 @@ class LinkCheck:
                 self.ring, self.fragments, self.before, columns, tails, keys
             )
             return
+
         wrong: Array = np.zeros(len(at), np.bool_)
+
         for key in keys:
             said, came = self._expected_and_actual(key, at)
             wrong |= differ(said, came).numpy(force=True)
@@ -345,6 +369,7 @@ class LinkCheck:
                 wrong = unlike[self._find_false(key, unlike)]
             else:
                 wrong = unlike
+
             if not len(wrong):
                 continue
             trusted = self._is_trusted(key)
@@ -384,6 +409,7 @@ class LinkCheck:
             outer = np.flatnonzero(before >= 0)
             entries = torch.from_numpy(self.ring.tail_entries(before[outer]))
             put_rows(said, _rows_on(said, outer), self.pool.entries[key].take(entries).to(said.device))
+
         return said.to(came.device), came
 
     def _rows_before(self, stored: Column, given: Tensor, at: Array) -> Tensor:
@@ -412,6 +438,7 @@ class LinkCheck:
             now = columns[key]
             later = columns[next_key(key)]
             return not bool(_values_differ(take_rows(later, at), take_rows(now, at + 1)).any())
+
         # In a compact batch rows inside fragments are equal by construction; check only where a run continues
         # in the next batch.
         joined = np.flatnonzero(self.fragments.joined)
@@ -419,12 +446,14 @@ class LinkCheck:
             return False
         if len(at):
             return True
+
         stored = len(self.ring)
         slots = self.ring.slots_by_age(torch.arange(max(0, stored - _LATEST), stored))
         follow = self.ring.follow(slots)
         slots = slots[follow.slots >= 0]
         if not len(slots):
             return None
+
         follow = self.ring.follow(slots)
         later = self._read(slots, follow, next_key(key))
         return not bool(_values_differ(later, self._read(follow.slots, None, key)).any())
@@ -445,6 +474,7 @@ def _values_differ(said: Tensor, came: Tensor) -> Tensor:
         said, came = (torch.view_as_real(side.resolve_conj()) for side in (said, came))
     if not said.is_floating_point():
         return differ(said, came)
+
     wrong = said.double().ne(came.double()).logical_and_(~said.isnan())
     if wrong.ndim == 1:
         return wrong

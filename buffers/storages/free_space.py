@@ -13,7 +13,9 @@ def free_memory(device: torch.device) -> int:
     """Return the bytes that this process can allocate on ``device``, within ``ulimit`` and control groups."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
+
     free = [int(psutil.virtual_memory().available), *_group_limits()]
+
     with suppress(ImportError):  # only POSIX systems have it
         import resource
 
@@ -25,6 +27,7 @@ def free_memory(device: torch.device) -> int:
             soft, _ = resource.getrlimit(limit)
             if soft != resource.RLIM_INFINITY:
                 free.append(soft - int(taken))
+
     return max(0, min(free))
 
 
@@ -34,6 +37,7 @@ def check_memory(
     """Raise MemoryError, suggesting ``ways`` out, if ``rows`` rows of ``row_bytes`` bytes do not fit on ``device``."""
     if device.type not in ("cpu", "cuda"):  # other devices do not report free memory
         return
+
     free = free_memory(device)
     if rows * row_bytes > free:
         available = f"{shown_size(free)} of memory are free on {device}"
@@ -73,6 +77,7 @@ def shown_size(count: int) -> str:
             break
         size = size / 1024
         unit = larger
+
     return f"{size:.4g} {unit}"
 
 
@@ -84,6 +89,7 @@ def _group_limits(
         lines = groups.read_text().splitlines()
     except OSError:  # not Linux
         return
+
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:  # cgroup version 2
@@ -98,7 +104,9 @@ def _group_limits(
             cached = "total_inactive_file"
         else:
             continue
+
         folder = top / path.lstrip("/")
+
         # The group and all its ancestors, because each may have a limit; "max" or a missing file means no limit.
         for group in (group for group in (folder, *folder.parents) if group == top or top in group.parents):
             with suppress(OSError, ValueError):

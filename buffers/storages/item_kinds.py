@@ -45,7 +45,11 @@ class Structure(ABC):
             rows = as_tensor(leaf)
             return rows.reshape(math.prod(rows.shape[: len(shape)]), *rows.shape[len(shape) :])
 
-        return self.columns(map_rows(data, flat) if shape else one_row(data))
+        if shape:
+            rows = map_rows(data, flat)
+        else:
+            rows = one_row(data)
+        return self.columns(rows)
 
     @staticmethod
     def of(batch: object) -> "Structure":
@@ -79,6 +83,7 @@ def structure_from_plain(plain: Any) -> Structure | None:
             return Tensors()
         case ["tree", (dict() | list() | tuple()) as tree]:
             return Trees(pytree.tree_structure(tree))
+
     if isinstance(plain, Structure):
         raise ValueError(
             "the state was pickled by an older flatroll, with objects in it: load it with that "
@@ -141,12 +146,18 @@ class Trees(Structure):
         # Each leaf's column has the leaf's path as its key, ("a", "1") for tree["a"][1]. A tree that is a
         # single leaf has VALUE.
         paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(spec.num_leaves)), spec))
+
         self.keys: list[NestedKey] = []
         for path, _ in paths:
             names = tuple(
                 str(getattr(step, "key", getattr(step, "idx", getattr(step, "name", step)))) for step in path
             )
-            self.keys.append(plain_key(names) if names else VALUE)
+            if names:
+                key = plain_key(names)
+            else:
+                key = VALUE
+            self.keys.append(key)
+
         if len(set(self.keys)) != len(self.keys):  # for example {1: ..., "1": ...}
             self.keys = [str(i) for i in range(len(self.keys))]
 
@@ -155,6 +166,7 @@ class Trees(Structure):
         leaves, spec = pytree.tree_flatten(batch)
         if spec != self.spec:
             raise ValueError(f"the storage holds items of the form {self.spec}, got {spec}")
+
         columns = {key: as_tensor(leaf) for key, leaf in zip(self.keys, leaves, strict=True)}
         lengths = {key: c.shape[0] if c.ndim else None for key, c in columns.items()}
         if len(set(lengths.values())) > 1 or None in lengths.values():
@@ -191,7 +203,9 @@ def check_kinds(columns: Columns, own: Spans) -> None:
                 low <= address < high and address < stops[bisect(starts, address) - 1]
             ):  # `Spans.hold`, inlined
                 columns[key] = column.clone()
+
             continue  # the common case
+
         if column.is_meta:
             raise TypeError(f"{shown(key)} is a meta tensor, which has no values to store")
         if column.layout is not torch.strided:
@@ -211,19 +225,24 @@ def batched(items: list[Any]) -> Any:
     if isinstance(first, TensorDictBase):
         _check_alike(items)
         return torch.stack(items)
+
     spec = pytree.tree_structure(first)
+
     rows = []
     for i, item in enumerate(items):
         leaves, other = pytree.tree_flatten(item)
         if other != spec:
             raise ValueError(f"data must be items of one form: item 0 is {spec}, item {i} {other}")
+
         rows.append([as_tensor(leaf) for leaf in leaves])
+
         for expected, got in zip(rows[0], rows[-1], strict=True):
             if expected.shape != got.shape or expected.dtype is not got.dtype:
                 raise ValueError(
                     f"items must have the same shapes and dtypes to be stored in tensors: item 0 has {expected.dtype} "
                     f"{list(expected.shape)} where item {i} has {got.dtype} {list(got.shape)}"
                 )
+
     return pytree.tree_unflatten([torch.stack(column) for column in zip(*rows, strict=True)], spec)
 
 
@@ -241,9 +260,11 @@ def stacked(items: list[Any]) -> Any:
         if same:
             return batched(items)
         return items
+
     trees = [pytree.tree_leaves(item) for item in items]
     if not all(tree and all(isinstance(leaf, Tensor) for leaf in tree) for tree in trees):
         return items
+
     try:
         return batched(items)
     except ValueError:  # items of different forms
@@ -270,6 +291,7 @@ def apart(batch: object, most: int | None = None) -> tuple[list[Any], int]:
     if isinstance(batch, (TensorDictBase, Tensor)):
         skip = _left_out(len(batch), most)
         return list(batch[skip:].clone().unbind(0)), skip
+
     tree, spec = pytree.tree_flatten(batch)
     columns = [as_tensor(leaf) for leaf in tree]
     if not columns or any(c.ndim == 0 or len(c) != len(columns[0]) for c in columns):
@@ -277,6 +299,7 @@ def apart(batch: object, most: int | None = None) -> tuple[list[Any], int]:
             "extend takes a list of items, or tensors (tensordicts, trees of tensors) with one leading dimension: "
             "use add for a single item"
         )
+
     skip = _left_out(len(columns[0]), most)
     columns = [column[skip:].clone() for column in columns]
     items = [pytree.tree_unflatten([c[i] for c in columns], spec) for i in range(len(columns[0]))]
@@ -339,6 +362,7 @@ def as_tensor(leaf: object) -> Any:
         return leaf
     if isinstance(leaf, _SINGLE):
         return torch.as_tensor(leaf)
+
     raise TypeError(
         f"data of type {type(leaf).__name__} cannot be kept in tensors: ListStorage takes any object"
     )
@@ -350,7 +374,11 @@ def leaves(batch: TensorDictBase, path: tuple[str, ...] = ()) -> Columns:
     for name, value in batch.items():
         key = (*path, name)
         if isinstance(value, Tensor):
-            columns[key if path else name] = value
+            if path:
+                place = key
+            else:
+                place = name
+            columns[place] = value
         elif isinstance(value, TensorDictBase) and not is_non_tensor(value):
             columns |= leaves(value, key)
         else:
@@ -358,6 +386,7 @@ def leaves(batch: TensorDictBase, path: tuple[str, ...] = ()) -> Columns:
                 f"batch[{plain_key(key)!r}] is a {type(value).__name__}: this storage takes tensors only, "
                 "ListStorage takes anything"
             )
+
     return columns
 
 
@@ -371,9 +400,11 @@ def entry(batch: object, names: tuple[Any, ...]) -> Any:
         if (found := batch.get(names, None)) is None:
             raise missing_marker(names, batch.keys(True, True))
         return found
+
     for name in names:
         if not isinstance(batch, (dict, list, tuple)):
             raise TypeError(f"there is no entry {name!r}: rows are {type(batch).__name__}s, not tensordicts")
+
         # The entries of a named tuple can also be selected by field name.
         named = isinstance(batch, tuple) and isinstance(name, str)
         if isinstance(batch, list) and not isinstance(name, int):
@@ -382,6 +413,7 @@ def entry(batch: object, names: tuple[Any, ...]) -> Any:
             )
         place: Any = batch
         batch = getattr(place, str(name)) if named else place[name]
+
     return batch
 
 

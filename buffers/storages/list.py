@@ -35,7 +35,9 @@ class ListStorage(Storage):
     """
 
     def __init__(self, max_size: int | None = None, *, compilable: bool = False) -> None:
-        super().__init__(1000 if max_size is None else max_size, compilable=compilable)
+        if max_size is None:
+            max_size = 1000
+        super().__init__(max_size, compilable=compilable)
         self._items: list[Any] = []
 
     @override
@@ -48,7 +50,12 @@ class ListStorage(Storage):
             )
         if final is not None:
             raise ValueError("ListStorage takes no final, which comes with a compact tensordict batch")
-        items, left_out = apart(batch, None if whole else self.max_size)
+
+        if whole:
+            room = None
+        else:
+            room = self.max_size
+        items, left_out = apart(batch, room)
         if left_out:
             self.warn_left_out(left_out)
         return Rows(len(items), items=items)
@@ -65,6 +72,7 @@ class ListStorage(Storage):
         numbers = slots.tolist()
         chosen = range(rows.count) if at is None else at.tolist()
         self._items.extend([None] * (max(numbers, default=-1) + 1 - len(self._items)))
+
         for slot, i in zip(numbers, chosen, strict=True):
             item = rows.items[i]
             # Items of a batch are views of one copy: a few chosen ones would keep all of its memory.

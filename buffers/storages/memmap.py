@@ -113,18 +113,22 @@ class LazyMemmapStorage(ColumnStorage):
                 f"codec={dict(codec)!r} is not supported for files: use LazyTensorStorage(codec=...), whose "
                 "rows take less memory, or leave it out"
             )
+
         self._encodings = Encodings(frame_stack)
         self.frame_stack = self._encodings.frame_stack
         self.shares = bool(self.frame_stack)
+
         if scratch_dir is None:
             self.scratch_dir = None
         else:
             self.scratch_dir = file_path("scratch_dir", scratch_dir).absolute()
+
         self.existsok = existsok
         if auto_cleanup is None:
             self.auto_cleanup = scratch_dir is None
         else:
             self.auto_cleanup = auto_cleanup
+
         self.folder: Path | None = None  # folder of the files, once they exist
         # uint8: the ring's counters in a file; None before the first extend.
         self._counters: Array | None = None
@@ -137,15 +141,21 @@ class LazyMemmapStorage(ColumnStorage):
     @override
     def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
         size = self._encodings.row_bytes(like)
-        instead = ["another scratch_dir", *([] if self.compact_obs else ["compact_obs=True"])]
+        if self.compact_obs:
+            ways = []
+        else:
+            ways = ["compact_obs=True"]
+        instead = ["another scratch_dir", *ways]
         if not self.frame_stack:
             instead.append("frame_stack for images")
+
         names = file_names(like)
         if self.scratch_dir is None:
             folder = Path(tempfile.gettempdir())
         else:
             folder = self.scratch_dir
         made = self.scratch_dir is None or not folder.exists()
+
         if self.scratch_dir is None:
             old = []
         else:
@@ -154,16 +164,20 @@ class LazyMemmapStorage(ColumnStorage):
         check_disk(self.capacity, size, folder, instead, sum(file.stat().st_blocks * 512 for file in old))
         if self.scratch_dir is None:
             folder = Path(tempfile.mkdtemp(prefix="flatroll-"))
+
         folder.mkdir(parents=True, exist_ok=True)
         files = _files(folder, names.values())
+
         try:
             for file in files:
                 file.unlink(missing_ok=True)  # other mappings of it stay valid
             for key, (dtype, shape) in like.items():  # reserve all space before anything is written
                 if key not in self.frame_stack:
                     reserve(folder / names[key], self.capacity * math.prod(shape) * dtype.itemsize)
+
             reserve(folder / _COUNTERS, _COUNTER_BYTES)
             (folder / _LOCK).touch(mode=0o600)
+
             columns: dict[NestedKey, Column] = {}
             for key, (dtype, shape) in like.items():
                 path = folder / names[key]
@@ -173,13 +187,19 @@ class LazyMemmapStorage(ColumnStorage):
                 else:
                     make = partial(frames_in_file, path, itertools.count(), files)
                     columns[key] = FrameColumn(self.capacity, stack, shape, dtype, make=make)
+
             self._counters = np.frombuffer(mapped_bytes(folder / _COUNTERS, _COUNTER_BYTES), np.uint8)
         except BaseException as error:  # also Ctrl-C: leave no file behind
-            remove_files(files, folder if made else None, os.getpid())
+            if made:
+                made_folder = folder
+            else:
+                made_folder = None
+            remove_files(files, made_folder, os.getpid())
             if isinstance(error, OSError) and error.errno in FULL:
                 available = f"the disk of {folder} is full ({error.strerror})"
                 raise OSError(error.errno, refusal(self.capacity, size, available, instead)) from None
             raise
+
         self.folder, self._large = folder, self.capacity * size > free_memory(self.device)
         if self.auto_cleanup:  # `files` is extended later when a pool of frames grows
             weakref.finalize(self, remove_files, files, folder if made else None, os.getpid())
@@ -211,9 +231,11 @@ class LazyMemmapStorage(ColumnStorage):
             if follow is not None:  # compact storage also reads the following rows, for next observations
                 wanted = np.concatenate([wanted, follow.slots.numpy()])
             wanted = np.unique(wanted[wanted >= 0])
+
             for key, column in self.columns.items():
                 if isinstance(column, MappedColumn) and (keys is None or key in keys):
                     column.prefetch(wanted)
+
         return super().read_rows(slots, follow, keys=keys)
 
     @override
@@ -262,22 +284,27 @@ class LazyMemmapStorage(ColumnStorage):
         """Return a separate copy in temporary files; TypeError if it has a frame stack. The buffer holds the lock."""
         if self.frame_stack:
             raise TypeError("frame stacks in files cannot be copied: load state_dict() into another buffer")
+
         other = LazyMemmapStorage(self.max_size, ndim=self.ndim, compact_obs=self.compact_obs)
         other.lanes, other.structure = self.lanes, self.structure
         other._has_buffer, other._unshareable = self._has_buffer, self._unshareable
+
         if self.columns:
             other.columns = other._allocate(self.tables(0)["like"])
             if self._counters is not None and other._counters is not None:
                 other._counters[:] = self._counters
             pairs = [(self.columns, other.columns)]
+
             if self.pool is not None:
                 other.pool = NextPool(list(self.pool.pairs))
                 other.pool.allocate(other.columns, self.pool.lossy)
                 pairs.append((self.pool.entries, other.pool.entries))
+
             for source, target in pairs:
                 for key, column in source.items():
                     assert isinstance(column, TensorColumn)
                     target[key].load_state_dict({"values": column.data})
+
         return other
 
     @override
@@ -317,6 +344,7 @@ class MappedColumn(TensorColumn):
         self.path = path
         # Only needed for `prefetch`: the tensor itself keeps the mapping alive.
         self._memory: mmap.mmap | None = None
+
         size = rows * math.prod(shape) * dtype.itemsize
         if size:
             self._memory = mapped_bytes(path, size)
@@ -344,6 +372,7 @@ class MappedColumn(TensorColumn):
                     raise
                 size = f"{rows} rows of {self.value_bytes} bytes"
                 raise OSError(error.errno, f"the disk has no space for {size}", str(self.path)) from None
+
             larger = MappedColumn(self.path, rows, self.dtype, self.shape)
             self._memory, self.data = larger._memory, larger.data
 
@@ -352,6 +381,7 @@ class MappedColumn(TensorColumn):
         size = self.value_bytes
         if self._memory is None or not len(slots):
             return
+
         # One request for each group of rows less than a page apart, beginning at a page boundary.
         gaps = np.flatnonzero(np.diff(slots) > 1 + mmap.PAGESIZE // size)
         begins = slots[np.concatenate([[0], gaps + 1])] * size // mmap.PAGESIZE * mmap.PAGESIZE
@@ -430,12 +460,14 @@ def file_names(keys: Iterable[NestedKey]) -> dict[NestedKey, str]:
         # "." joins the names of a nested key and "~" numbers equal stems, so names must contain neither.
         parts = [quote(part, safe="").replace(".", "%2E").replace("~", "%7E") for part in as_tuple(key)]
         stem = name = ".".join(parts)[:180]  # file names are limited to 255 bytes
+
         for number in itertools.count(1):
             if name.casefold() not in taken:  # some file systems ignore case
                 break
             name = f"{stem}~{number}"
         taken.add(name.casefold())
         names[key] = f"{name}.memmap"
+
     return names
 
 
@@ -454,6 +486,7 @@ def reserve(path: Path, size: int) -> None:
             except OSError as error:
                 if error.errno not in _CANNOT_RESERVE:
                     raise
+
             os.ftruncate(file, size)
     finally:
         os.close(file)
@@ -488,9 +521,11 @@ def remove_files(files: Sequence[Path], folder: Path | None, process: int) -> No
     """
     if os.getpid() != process:  # a fork inherits the finalizer, but not the files
         return
+
     for file in files:
         with suppress(OSError):
             file.unlink(missing_ok=True)
+
     if folder is not None:
         with suppress(OSError):  # not empty: it contains files of the caller
             folder.rmdir()

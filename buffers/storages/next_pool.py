@@ -40,6 +40,7 @@ def next_columns(columns: Columns, final: Final, at: Tensor | None = None) -> Co
     result: Columns = {}
     known = columns.get(NEXT_KNOWN)
     assert final.row is not None
+
     for root, value in final.next.items():
         column = columns[root]
         if at is None:
@@ -50,10 +51,12 @@ def next_columns(columns: Columns, final: Final, at: Tensor | None = None) -> Co
         hidden = rows == len(column) - 1
         if known is not None:
             hidden = hidden | ~known.reshape(-1).index_select(0, rows)
+
         fill = column.index_select(0, rows)
         if column.is_floating_point():
             fill = torch.full_like(following, torch.nan)
         following = torch.where(hidden.view(-1, *[1] * (column.ndim - 1)), fill, following)
+
         # The indices of final's rows within `rows`, which contains them all in ascending order.
         if at is None:
             places = final.row
@@ -61,6 +64,7 @@ def next_columns(columns: Columns, final: Final, at: Tensor | None = None) -> Co
             places = torch.searchsorted(rows, final.row)
         put_rows(following, places, value)
         result[root] = following
+
     return result
 
 
@@ -110,12 +114,14 @@ class NextPool:
             if later is not None and len(cut) > 1:
                 # row i is cut if its next observation is not the observation of row i + 1
                 cut[:-1].logical_or_(differ(later[:-1], columns[key][1:]))
+
         return cut
 
     def tails(self, columns: Columns, final: Final | None, lasts: Array) -> Columns:
         """Next observations of the rows ``lasts`` (int64 ``[F]``), by root key: ``[F, *obs]``."""
         at = torch.from_numpy(lasts).to(columns[self.pairs[0]].device)
         tails: Columns = {} if final is None else next_columns(columns, final, at)
+
         for key, next_name in self.next_keys.items():
             if key not in tails:
                 tails[key] = columns[next_name].index_select(0, at)
@@ -144,23 +150,29 @@ class NextPool:
             at = torch.from_numpy(-2 - before[inner])
             ends = {key: tails[key].index_select(0, at.to(tails[key].device)) for key in self.pairs}
             agree[inner] = self._compare_values(ends, heads, fragments.firsts[inner], keys)
+
         # Fragments that continue a stored chain: its last next observation is in the pool.
         outer = np.flatnonzero(before >= 0)
         if len(outer):
             entries = torch.from_numpy(index.tail_entries(before[outer]))
             ends = {key: self.entries[key].take(entries) for key in self.pairs}
             firsts = fragments.firsts[outer]
+
             if self.lossy:
                 # stored entries were rounded, so round the new rows as well before comparing
                 at = torch.from_numpy(firsts)
                 heads = {key: heads[key].index_select(0, at.to(heads[key].device)) for key in self.pairs}
+
                 for key, column in self.lossy.items():
                     slots = torch.arange(len(outer))
                     column.grow(len(outer))
                     column.put(slots, heads[key])
                     heads[key] = column.take(slots)
+
                 firsts = np.arange(len(outer))
+
             agree[outer] = self._compare_values(ends, heads, firsts, keys)
+
         return agree
 
     def place(
@@ -186,8 +198,10 @@ class NextPool:
             target = np.array([values.data_ptr() for values in self.tensors], np.int64)
             scatter(source, target, self.row_bytes, kept, taken)
             return pool, released
+
         where = torch.from_numpy(taken)
         at = torch.from_numpy(kept)
+
         # Each observation follows the last row of its fragment: columns that share frames look there.
         slots = torch.from_numpy((first + fragments.lasts[kept]) % index.capacity)
         after = After(torch.arange(len(kept)), slots)
@@ -212,7 +226,13 @@ class NextPool:
         device = heads[self.pairs[0]].device
         at = torch.from_numpy(firsts).to(device)
         unlike, wrong = torch.zeros((2, len(firsts)), dtype=torch.bool, device=device)
+
         for key in self.pairs:
             different = differ(tails[key].to(device), heads[key].index_select(0, at))
-            (unlike if key in keys else wrong).logical_or_(different)
+            if key in keys:
+                found = unlike
+            else:
+                found = wrong
+            found.logical_or_(different)
+
         return np.where(unlike.numpy(force=True), -1, ~wrong.numpy(force=True))

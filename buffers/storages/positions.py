@@ -27,11 +27,17 @@ def time_first(data: object, ndim: int, dim: int) -> tuple[Any, torch.Size]:
 
     def flat(leaf: object) -> Any:
         values = as_tensor(leaf)
-        if (values.batch_dims if isinstance(values, TensorDictBase) else values.ndim) < ndim:
+        if isinstance(values, TensorDictBase):
+            dims = values.batch_dims
+        else:
+            dims = values.ndim
+
+        if dims < ndim:
             raise ValueError(
                 f"the storage has ndim={ndim}: extend it with batches of {ndim} batch dimensions, "
                 f"got {list(values.shape)}; leave ndim out for a collector's flat batches, where ids tell envs apart"
             )
+
         sizes.add(values.shape[:ndim])
         values = values.permute(dim, *(d for d in range(values.ndim) if d != dim))
         return values.reshape(math.prod(values.shape[:ndim]), *values.shape[ndim:])
@@ -40,6 +46,7 @@ def time_first(data: object, ndim: int, dim: int) -> tuple[Any, torch.Size]:
     if len(sizes) != 1:
         raise ValueError(f"all leaves must have the same first {ndim} sizes, got {sorted(map(list, sizes))}")
     size = sizes.pop()
+
     return data, torch.Size([*size[:dim], *size[dim + 1 :]])
 
 
@@ -52,6 +59,7 @@ def positions(slots: Tensor, lanes: torch.Size) -> Tensor:
     """
     if not lanes:
         return slots
+
     # Like the digits of a number: the last dimension first; the remainder is the step.
     places: list[Tensor] = []
     for size in reversed(lanes):
@@ -72,16 +80,23 @@ def slots_of(places: Index, lanes: torch.Size) -> Tensor:
         parted = [as_numbers("index", part) for part in places]
     else:
         parted = []
-    places = torch.stack(parted, -1) if parted else as_numbers("index", places)
+
+    if parted:
+        places = torch.stack(parted, -1)
+    else:
+        places = as_numbers("index", places)
+
     if not lanes or places.ndim == 0 or places.shape[-1] != len(lanes) + 1:
         return places  # already slots
     slots = places[..., 0]
+
     for i, size in enumerate(lanes):
         if bool((places[..., i + 1] >= size).any()):
             raise IndexError(
                 f"index has {int(places[..., i + 1].max())} in dimension {i + 1}, which has {size} lanes"
             )
         slots = slots * size + places[..., i + 1]
+
     return torch.where((places < 0).any(-1), -1, slots)
 
 
@@ -95,8 +110,10 @@ def slots_at(index: Any, ring: Ring, lanes: torch.Size) -> Tensor:
             f"rows are written by position, got {index!r}: buffer[:] = TensorDict({{{index!r}: ...}}, ...) "
             "writes one entry of all rows"
         )
+
     used = ring.used
     width = lanes.numel()
+
     # Compute integers and slices; apply masks and rarer kinds of indices to a list of all slots.
     if isinstance(index, slice):
         chosen = range(used // width)[index]
@@ -104,6 +121,7 @@ def slots_at(index: Any, ring: Ring, lanes: torch.Size) -> Tensor:
         if lanes:
             return (steps.unsqueeze(1) * width + torch.arange(width)).view(-1, *lanes)
         return steps
+
     places = index
     if type(index) is int or (isinstance(index, list) and all(type(part) is int for part in index)):
         places = torch.tensor(index, dtype=torch.int64)
@@ -111,6 +129,7 @@ def slots_at(index: Any, ring: Ring, lanes: torch.Size) -> Tensor:
         places = places.to("cpu", torch.int64)
         if bool(((places >= -used) & (places < used)).all()):
             return torch.where(places < 0, places + used, places)
+
     slots = torch.arange(used).view(-1, *lanes)
     if isinstance(index, tuple):
         dims = len(lanes) + 1
@@ -120,8 +139,10 @@ def slots_at(index: Any, ring: Ring, lanes: torch.Size) -> Tensor:
                 at = place
             else:
                 at = dims + place - len(index)
+
             if isinstance(part, slice) and 0 < at < dims and not range(lanes[at - 1])[part]:
                 raise IndexError(f"index {index!r} selects no lane: dimension {at} has {lanes[at - 1]} lanes")
+
     try:
         return slots[index]
     except IndexError:
@@ -141,7 +162,12 @@ def in_shape(data: Any, slots: Tensor, rows: int, lanes: torch.Size) -> Any:
     """
     if slots.ndim == 0:
         return map_rows(data, lambda leaf: leaf[0])
-    shape = slots.shape if rows == slots.numel() else torch.Size([-1, *lanes])
+
+    if rows == slots.numel():
+        shape = slots.shape
+    else:
+        shape = torch.Size([-1, *lanes])
+
     if len(shape) == 1:
         return data
     return map_rows(data, lambda leaf: leaf.unflatten(0, shape))

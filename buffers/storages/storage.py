@@ -196,7 +196,12 @@ class Storage(Facts, ABC):
                 raise RuntimeError(
                     "the storage's buffer, which knew the order of its rows, was deleted: keep a reference to it"
                 )
-            slots = slots_at(index, Ring(1) if self._alone is None else self._alone, self.lanes)
+
+            if self._alone is None:
+                ring = Ring(1)
+            else:
+                ring = self._alone
+            slots = slots_at(index, ring, self.lanes)
             rows = slots.reshape(-1)
             values = self.read_rows(rows)
         else:
@@ -211,10 +216,12 @@ class Storage(Facts, ABC):
             with owner.lock:
                 ring = owner.ring
                 draw = draw_again(ring)
+
             draw, values = owner.read_drawn(
                 ring, draw, draw_again, lambda _, draw: self.read_rows(draw.slots, draw.follow)
             )
             rows = draw.slots
+
         if isinstance(values, list):
             if slots.ndim:
                 return values
@@ -240,6 +247,7 @@ class Storage(Facts, ABC):
             owner.overwrite(index, data)
         else:
             self._set_alone(index, data)
+
         for entity in (reference() for reference in self._attached):
             mark = getattr(entity, "mark_update", None)
             if mark is not None:
@@ -251,17 +259,24 @@ class Storage(Facts, ABC):
             raise RuntimeError(
                 "a storage with ndim > 1 or compact_obs=True can be written only by a ReplayBuffer"
             )
+
         ring = self._alone or Ring(self.max_size)
         if isinstance(index, slice):
             slots = torch.arange(self.max_size)[index]
         else:
             slots = torch.as_tensor(index)
+
         if slots.dtype is torch.bool:
             slots = slots.nonzero().squeeze(1)
-        rows = self.prepare(data if slots.ndim else self.batch_of_one(data), None, None)
+        if slots.ndim:
+            batch = data
+        else:
+            batch = self.batch_of_one(data)
+        rows = self.prepare(batch, None, None)
         slots = slots.reshape(-1)
         if len(slots) != rows.count:
             raise ValueError(f"index has {len(slots)} positions, data {rows.count} rows")
+
         new = torch.from_numpy(np.unique(slots[slots >= len(ring)].numpy()))  # sorted
         expected = torch.arange(len(ring), len(ring) + len(new))
         if bool((slots < 0).any()) or not torch.equal(new, expected) or len(ring) + len(new) > self.max_size:
@@ -269,6 +284,7 @@ class Storage(Facts, ABC):
                 f"positions must be those of the {len(ring)} stored rows or follow them without a gap, below "
                 f"max_size={self.max_size}, got {slots.tolist()}"
             )
+
         self.put(slots, rows)
         ring.publish(len(new))
         self._alone = ring
@@ -330,6 +346,7 @@ class Storage(Facts, ABC):
             )
         if lanes.numel() > self._asked:
             raise ValueError(f"max_size={self._asked} is too small for one step of {list(lanes)} lanes")
+
         if not started:
             self.lanes, self.max_size = lanes, self.room(lanes)
         return data

@@ -47,6 +47,7 @@ class Encodings:
                 raise TypeError(
                     f"{name} must be a dict by entry, e.g. {name}={{'observation': {example!r}}}, got {value!r}"
                 )
+
         stacks = {
             plain_key(key): frames for key, frames in ({} if frame_stack is None else frame_stack).items()
         }
@@ -57,9 +58,11 @@ class Encodings:
             one_of(f"codec of {key!r}", name, CODECS)
         if codecs:
             ZstdColumn(0, (1,), torch.uint8)  # raise the ImportError now, not at the first extend
+
         # A stack of one frame is an entry like others: pipelines have the number as a setting.
         self._single_frames = [key for key, frames in stacks.items() if frames == 1]
         stacks = {key: frames for key, frames in stacks.items() if frames > 1}
+
         # A storage that is not compact has separate columns for next observations, in the same form.
         self.frame_stack = stacks | {next_key(key): frames for key, frames in stacks.items()}
         self.codec = codecs | {next_key(key): name for key, name in codecs.items()}
@@ -76,10 +79,12 @@ class Encodings:
         """
         present = sorted(like, key=repr)
         stacks = [*self.frame_stack, *self._single_frames]
+
         for option, asked in (("frame_stack", stacks), ("codec", [*self.codec])):
             for key in asked:
                 if as_tuple(key)[0] != "next" and key not in like:
                     raise ValueError(f"{option} names {key!r}, which the batch lacks: it has {present}")
+
         total = 0
         for key, (dtype, shape) in like.items():
             size = math.prod(shape) * dtype.itemsize
@@ -87,9 +92,11 @@ class Encodings:
                 check_stack(self.frame_stack[key], shape, key)
                 # One frame, plus 4 bytes for each frame number of the stack.
                 size = size // self.frame_stack[key] + 4 * self.frame_stack[key]
+
             if key in self.sparse:
                 size = 4
             total += 0 if key in self.codec else size
+
         if absent := self.sparse - set(like):
             raise ValueError(f"sparse names {sorted(absent, key=repr)}, not in the batch: it has {present}")
         return total
@@ -106,6 +113,7 @@ class Encodings:
             else:
                 make = None
             return FrameColumn(rows, self.frame_stack[key], shape, dtype, device, make)
+
         if key in self.codec:
             return ZstdColumn(rows, shape, dtype, device)
         if device.type != "cpu":
@@ -177,11 +185,16 @@ class LazyTensorStorage(ColumnStorage):
 
     @override
     def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
-        instead = ["LazyMemmapStorage" if self.device.type == "cpu" else "device='cpu'"]
+        if self.device.type == "cpu":
+            other = "LazyMemmapStorage"
+        else:
+            other = "device='cpu'"
+        instead = [other]
         if not self.compact_obs and any(next_key(key) in like for key in like):
             instead.append("compact_obs=True")
         if not self.frame_stack and not self.codec:
             instead.append("frame_stack and codec for images")
+
         check_memory(self.capacity, self._encodings.row_bytes(like), self.device, instead)
         return {
             key: self._encodings.column(key, self.capacity, dtype, shape, self.device)
@@ -235,26 +248,35 @@ class TensorStorage(ColumnStorage):
             columns = Structure.of(storage).columns(storage)
         except (TypeError, ValueError) as error:
             raise type(error)(f"storage must be tensors of one length: {error}") from error
+
         if not columns:
             raise ValueError("storage has no tensors: LazyTensorStorage allocates them from the first batch")
         first = next(iter(columns.values()))
         if any(c.ndim < ndim or c.shape[:ndim] != first.shape[:ndim] for c in columns.values()):
             sizes = {key: list(c.shape) for key, c in columns.items()}
             raise ValueError(f"all tensors of storage must have the same first {ndim} sizes, got {sizes}")
+
         rows = math.prod(first.shape[:ndim])
         if not rows:
             raise ValueError(f"storage must have at least one row, got tensors of shape {list(first.shape)}")
         if max_size is not None and max_size > rows:
             raise ValueError(f"max_size={max_size} is more than the {rows} rows of storage")
+
+        if max_size is None:
+            max_size = rows
+        if device is None:
+            device = first.device
         super().__init__(
-            rows if max_size is None else max_size,
-            device=first.device if device is None else device,
+            max_size,
+            device=device,
             ndim=ndim,
             compact_obs=compact_obs,
         )
+
         for key, column in columns.items():
             if column.device != first.device or column.device.type != self.device.type:
                 raise ValueError(f"storage's {key!r} is on {column.device}, expected {self.device}")
+
         self.lanes = first.shape[1:ndim]
         # The caller's data, cut to whole steps of all lanes; None once a buffer has made columns of it.
         steps = self.capacity // self.lanes.numel()
@@ -289,6 +311,7 @@ class TensorStorage(ColumnStorage):
     def fill(self, write: Callable[[Any, None], Any]) -> None:
         if self._given is None:
             return
+
         self.filling = True
         try:
             lanes = self.ndim > 1
@@ -303,10 +326,12 @@ class TensorStorage(ColumnStorage):
         # The first batch is the storage's own contents: its tensors become the columns without a copy.
         if not self.filling:
             return super().prepare(batch, final, keys, whole)
+
         self._first_columns = Structure.of(batch).columns(batch)
         rows = super().prepare(batch, final, keys)
         self._first_columns = {}
         self._given = None
+
         return rows
 
     @override
@@ -320,6 +345,7 @@ def _copy_shared_rows(leaf: Any) -> Any:
         return leaf.apply(_copy_shared_rows)
     if leaf.layout is not torch.strided:
         return leaf
+
     extent = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
     if leaf.numel() > extent:
         return leaf.clone(memory_format=torch.contiguous_format)

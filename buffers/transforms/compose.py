@@ -50,10 +50,13 @@ class Compose(Transform):
         super().__init__()
         if members and transforms is not None:
             raise TypeError("pass the transforms one by one or as transforms=[...], not both")
+
         if transforms is None and len(members) == 1 and isinstance(members[0], list):
             self._hold(members[0])
+        elif transforms is None:
+            self._hold(members)
         else:
-            self._hold(members if transforms is None else transforms)
+            self._hold(transforms)
 
     def _hold(self, transforms: Iterable[Any]) -> None:
         """Make ``transforms`` the members."""

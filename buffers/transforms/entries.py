@@ -42,6 +42,7 @@ class RenameTransform(Transform):
         super().__init__(in_keys, out_keys, in_keys_inv, out_keys_inv)
         flags(create_copy=create_copy)
         self.create_copy = create_copy
+
         for suffix, olds, news in (
             ("", self.in_keys, self.out_keys),
             ("_inv", self.in_keys_inv, self.out_keys_inv),
@@ -78,17 +79,20 @@ class RenameTransform(Transform):
     ) -> TensorDictBase:
         values = [self._entry(td, old) for old in olds]
         pairs = [(old, new, value) for old, new, value in zip(olds, news, values, strict=True) if old != new]
+
         for _, new, _ in pairs:
             if td.get(new, None) is not None:
                 raise ValueError(
                     f"{type(self).__name__} cannot write {new!r}, as the batch already has this entry: remove it "
                     f"first, with ExcludeTransform({new!r})"
                 )
+
         for old, new, value in pairs:
             if self.create_copy:
                 td.set(new, value.clone())
             else:
                 td.rename_key_(old, new)
+
         return td
 
 
@@ -122,8 +126,13 @@ class SelectTransform(Transform):
     def forward(self, td: TensorDictBase, /) -> TensorDictBase:
         """Return a tensordict with the named entries of ``td``."""
         flags: list[NestedKey] = [REWARD] if self.keep_rewards else []
-        flags += [DONE, TERMINATED, TRUNCATED] if self.keep_dones else []
+        if self.keep_dones:
+            dones = [DONE, TERMINATED, TRUNCATED]
+        else:
+            dones = []
+        flags += dones
         flags += [without_next(key) for key in flags]
+
         return batch_of(self, td).select(*self.selected_keys, *flags, strict=False)
 
 
@@ -172,4 +181,5 @@ def _check_keys(name: str, keys: Sequence[NestedKey]) -> list[NestedKey]:
             isinstance(key, tuple) and key and all(isinstance(part, str) for part in key)
         ):
             raise TypeError(f"{name} must be strings or tuples of strings, passed one by one, got {key!r}")
+
     return [plain_key(key) for key in keys]

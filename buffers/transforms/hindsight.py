@@ -101,9 +101,11 @@ class HindsightTransform(Transform):
         super().__init__()
         one_of("goal_selection_strategy", goal_selection_strategy, get_args(Strategy))
         number("n_sampled_goal", n_sampled_goal, least=0)
+
         for name, given in (("reward_fn", reward_fn), ("terminated_fn", terminated_fn)):
             if given is not None or name == "reward_fn":
                 function(name, given, "a function of (achieved_goal, desired_goal, info)")
+
         self.reward_fn = reward_fn
         self.terminated_fn = terminated_fn
         self.as_numpy = as_numpy
@@ -153,6 +155,7 @@ class HindsightTransform(Transform):
             self.goal_selection_strategy
         ]
         choices = count - lowest
+
         # uniform * choices may round up to choices
         return which, lowest + np.minimum((uniform[1, which] * choices).astype(np.int64), choices - 1)
 
@@ -179,6 +182,7 @@ class HindsightTransform(Transform):
         )
         if not len(rows):
             return columns, get
+
         goals = read(chosen[1], [achieved])[achieved]
         self._set_goals(columns, rows, goals, goal_key, achieved)
         changed = {goal_key, next_key(goal_key), self.reward_key, TERMINATED, DONE} & columns.keys()
@@ -186,14 +190,17 @@ class HindsightTransform(Transform):
         def get_relabelled(positions: Tensor, keys: Sequence[NestedKey]) -> Columns:
             if changed.isdisjoint(keys):
                 return get(positions, keys)
+
             each, rest = divmod(len(positions), count)
             if rest:
                 raise ValueError(
                     f"a transform reads {len(positions)} rows for a sample of {count} rows with hindsight "
                     "goals: it must read the same number for each row, next to each other"
                 )
+
             present = {TRUNCATED, *self.info_keys} & columns.keys()
             others = get(positions, list({*keys, *changed, achieved, *present}))
+
             # Row i has rows i * each ... i * each + each - 1 of what was read.
             at = (rows[:, None] * each + torch.arange(each, device=device)).flatten()
             self._set_goals(others, at, goals.repeat_interleave(each, 0), goal_key, achieved)
@@ -224,6 +231,7 @@ class HindsightTransform(Transform):
             raise ValueError(
                 f"HindsightTransform takes flat batches [N], got {list(td.batch_size)}: flatten it first"
             )
+
         ends = run_ends(td).cpu()
         at = steps_into_run(starts_from(ends))
         lasts = ends.nonzero().squeeze(1)
@@ -248,8 +256,10 @@ class HindsightTransform(Transform):
         for name, given in (("desired_goal", self.goal_key), ("achieved_goal", self.achieved_goal_key)):
             nested: NestedKey = (OBSERVATION, name)
             found.append(given if given is not None else nested if nested in columns else name)
+
         goal = found[0]
         achieved = next_key(found[1])
+
         for key in (goal, achieved, self.reward_key, *self.info_keys):
             if key not in columns:
                 error = missing_marker(key, columns)
@@ -258,7 +268,9 @@ class HindsightTransform(Transform):
                         f"{error.args[0]}. Hindsight goals are next observations: store batches with them, or compact "
                         "ones with LazyTensorStorage(..., compact_obs=True)",
                     )
+
                 raise error
+
         return goal, achieved
 
     def _set_goals(
@@ -271,35 +283,44 @@ class HindsightTransform(Transform):
                 f"batch[{goal_key!r}] holds {desired.dtype} {list(desired.shape[1:])}, batch[{achieved!r}] "
                 f"{goals.dtype} {list(goals.shape[1:])}: one cannot replace the other"
             )
+
         for key in (goal_key, next_key(goal_key)):
             if key in columns:
                 put_rows(columns[key], rows, goals)
+
         reached: Any = take_rows(columns[achieved], rows)
         wanted: Any = goals
         info: dict[NestedKey, Any] = {key: take_rows(columns[key], rows) for key in self.info_keys}
+
         if self.as_numpy:
             reached = reached.numpy(force=True)
             wanted = goals.numpy(force=True)
             info = {key: values.numpy(force=True) for key, values in info.items()}
+
         reward = columns[self.reward_key]
         values = self._check_result("reward_fn", self.reward_fn(reached, wanted, info), reward, len(rows))
         if not torch.can_cast(values.dtype, reward.dtype):
             raise TypeError(
                 f"reward_fn must return a dtype that {self.reward_key!r} ({reward.dtype}) can hold, got {values.dtype}"
             )
+
         put_rows(reward, rows, values.to(reward.dtype))
         if self.terminated_fn is None:
             return
+
         for key in (TERMINATED, DONE):
             if key not in columns:
                 raise missing_marker(key, columns)
+
         terminated = columns[TERMINATED]
         done = columns[DONE]
+
         # Without a truncated flag, a row that is done but not terminated was truncated.
         if TRUNCATED in columns:
             truncated = columns[TRUNCATED]
         else:
             truncated = done & ~terminated
+
         flags = self._check_result(
             "terminated_fn", self.terminated_fn(reached, wanted, info), terminated, len(rows)
         )

@@ -27,7 +27,9 @@ class _ImageTransform(Transform):
         in_keys: NestedKey | Sequence[NestedKey] | None,
         out_keys: NestedKey | Sequence[NestedKey] | None,
     ) -> None:
-        super().__init__(["pixels"] if in_keys is None else in_keys, out_keys)
+        if in_keys is None:
+            in_keys = ["pixels"]
+        super().__init__(in_keys, out_keys)
 
     def _entry(self, td: TensorDictBase, key: NestedKey) -> Any:
         """Return the images; check their shape, so that a batch dimension is not mistaken for one of an image."""
@@ -83,10 +85,16 @@ class ToTensorImage(_ImageTransform):
             flags(from_int=from_int)
         if dtype is not None:
             expect("dtype", dtype, torch.dtype, "a torch dtype or None")
+
         self.from_int = from_int
         self.unsqueeze = unsqueeze
         self.shape_tolerant = shape_tolerant
-        self.dtype = torch.get_default_dtype() if dtype is None else dtype
+
+        if dtype is None:
+            self.dtype = torch.get_default_dtype()
+        else:
+            self.dtype = dtype
+
         if from_int is not False and not self.dtype.is_floating_point:  # images are divided by 255
             raise ValueError(f"dtype must be floating unless from_int=False, got {self.dtype}")
 
@@ -100,11 +108,13 @@ class ToTensorImage(_ImageTransform):
             scale = not value.is_floating_point()
         else:
             scale = self.from_int
+
         if not self.shape_tolerant and value.shape[-3] == 3 and value.shape[-1] > 4:
             raise ValueError(
                 f"ToTensorImage takes [..., H, W, C], and images {list(value.shape)} look like [..., C, H, W]: pass "
                 "shape_tolerant=True, which keeps the shape of such images"
             )
+
         if not self.shape_tolerant or value.shape[-1] == 3:
             value = value.movedim(-1, -3)
         value = value.to(self.dtype)
@@ -164,6 +174,7 @@ class Resize(_ImageTransform):
         """Return images ``[..., C, H, W]`` as ``[..., C, w, h]``, in their dtype."""
         if value.shape[-2:] == (self.w, self.h):
             return value
+
         # Integers up to 2 ** 24 are exact in float32; larger ones need float64. float16 has no kernel on some
         # devices.
         if value.dtype in (torch.int32, torch.int64, torch.float64):
@@ -179,4 +190,5 @@ class Resize(_ImageTransform):
         if value.dtype is torch.bool:
             return resized >= 0.5
         limits = torch.iinfo(value.dtype)  # bicubic interpolation may overshoot
+
         return resized.round().clamp(limits.min, limits.max).to(value.dtype)

@@ -52,15 +52,20 @@ class NStep(Transform):
         self.gamma = float(number("gamma", gamma, least=0, most=1))
         self._n_steps = whole_number("n_steps", n_steps)
         need_keys(optional=True, done_key=done_key, mask_key=mask_key)
+
         rewards = "reward" if reward_keys is None else reward_keys
         if isinstance(rewards, str):
             rewards = [rewards]
         else:
             rewards = key_names("reward_keys", rewards)
+
         if not rewards:
             raise ValueError("reward_keys must name at least one entry, got an empty list")
         self.reward_keys = [under_next(key) for key in rewards]
-        self.done_key = under_next("done" if done_key is None else done_key)
+        if done_key is None:
+            done_key = "done"
+
+        self.done_key = under_next(done_key)
         self.mask_key = MASK if mask_key is None else mask_key
         self._checked: frozenset[NestedKey] | None = None  # entries found to be complete
 
@@ -93,14 +98,17 @@ class NStep(Transform):
         """
         if STEPS in columns:
             raise ValueError(f"the rows have {STEPS!r}: they are n-step transitions already")
+
         steps, last, rewards = self._sum_rewards(columns, ahead, get)
         # Entries under "next" come from the last row of the window. A delta there refers to that row's
         # observation: adding both gives the next observation.
         moved = [key for key in columns if as_tuple(key)[0] == NEXT and key not in rewards]
+
         deltas: dict[NestedKey, NestedKey] = {}
         for key in moved:
             if as_tuple(key)[:2] == DELTA:
                 deltas[key] = plain_key(as_tuple(key)[2:])
+
         known = [NEXT_KNOWN] if NEXT_KNOWN in columns else []
         reached = get(last, [*moved, *known, *deltas.values()])
         changed = {key: column for key, column in columns.items() if key not in deltas}
@@ -109,15 +117,23 @@ class NStep(Transform):
         for key in (*moved, *known):
             if key not in deltas:
                 changed[key] = reached[key]
-        for key in (*rewards, *([self.done_key] if self.done_key in columns else [])):
+
+        if self.done_key in columns:
+            dones = [self.done_key]
+        else:
+            dones = []
+
+        for key in (*rewards, *dones):
             *path, name = as_tuple(key)
             changed[(*path, f"original_{name}")] = columns[key]
+
         changed |= rewards
         done = changed.get(self.done_key)
         if done is None:
             nonterminal = torch.ones_like(steps, dtype=torch.bool)
         else:
             nonterminal = ~done.reshape(-1, 1)
+
         if (mask := columns.get(self.mask_key)) is not None:
             nonterminal &= mask.reshape(-1, 1)
         # gamma ** k in float64, then as float32, or float64 if the rewards are.
@@ -126,6 +142,7 @@ class NStep(Transform):
         changed[GAMMA] = (self.gamma ** steps.double()).to(dtype)
         changed[NONTERMINAL] = nonterminal
         self._check_next(changed, len(steps))
+
         return changed
 
     def _sum_rewards(self, columns: Columns, ahead: Tensor, get: Get) -> tuple[Tensor, Tensor, Columns]:
@@ -133,10 +150,12 @@ class NStep(Transform):
         for key in self.reward_keys:
             if key not in columns:
                 raise missing_marker(key, columns)
+
         rows, n = ahead.shape
         device = columns[self.reward_keys[0]].device
         ahead = ahead.to(device)
         used = ahead >= 0
+
         # Read all windows at once, [N * n] rows; missing rows are replaced by the first row of the window.
         done_keys = [self.done_key] if self.done_key in columns else []
         window = get(torch.where(used, ahead, ahead[:, :1]).flatten(), [*self.reward_keys, *done_keys])
@@ -149,8 +168,10 @@ class NStep(Transform):
                     f"batch[{self.done_key!r}] needs one value per row, got {list(done.shape[1:])}"
                 )
             used[:, 1:] &= ~done.view(rows, n)[:, :-1]  # a window ends at a done row
+
         used = used.long().cumprod(1).bool()  # False from the first row on that is not in the window
         steps = used.sum(1, keepdim=True)
+
         sums: Columns = {}
         for key in self.reward_keys:
             values = window[key].reshape(rows, n, *window[key].shape[1:])
@@ -161,6 +182,7 @@ class NStep(Transform):
             weight = (self.gamma ** torch.arange(n, device=device, dtype=torch.float64)).to(dtype)
             shape = (-1, n, *[1] * (values.ndim - 2))
             sums[key] = torch.where(used.view(shape), values * weight.view(shape), 0.0).sum(1)
+
         return steps, ahead.gather(1, steps - 1).squeeze(1), sums
 
     def _check_next(self, columns: Columns, rows: int) -> None:
@@ -168,11 +190,17 @@ class NStep(Transform):
         keys = frozenset(columns)
         if keys == self._checked:
             return
+
         roots = observation_keys(TensorDict(dict(columns), [rows]))
         lacking = [next_key(key) for key in roots if next_key(key) not in columns]
         if lacking or not roots:
+            if lacking:
+                missing = lacking[0]
+            else:
+                missing = ("next", "<observation>")
+
             raise ValueError(
-                f"n-step transitions need {lacking[0] if lacking else ('next', '<observation>')!r} at every row: store "
+                f"n-step transitions need {missing!r} at every row: store "
                 "with compact_obs=True and extend(batch, final=...), or call MultiStep.forward(batch, final=...)"
             )
         self._checked = keys
@@ -193,22 +221,28 @@ class NStep(Transform):
                 f"{type(self).__name__} needs samples of single rows, {list(more.shape)}, got {list(td.batch_size)}: "
                 "extend the buffer with flat batches [N]"
             )
+
         ends = run_ends(td, done_key=self.done_key, mask_key=self.mask_key, **keys)
         ends = ends if more is None else ends | more.to(ends.device)
         shape = td.batch_size
+
         # Row b of [*B, T] becomes rows b * T ... b * T + T - 1, and its last one ends a run.
         if td.batch_dims > 1:
             td = td.reshape(shape.numel())
             ends = ends.reshape(-1)
+
         columns: Columns = dict(td.items(True, True))
+
         for key in td.keys(True, True, is_leaf=is_leaf_nontensor):
             if key not in columns and as_tuple(key)[0] == NEXT:
                 raise TypeError(f"batch[{key!r}] is not a tensor and cannot be moved: use .exclude")
+
         rows = len(td)
         if final is not None:
             final_rows = read_final(final)
             check_final_covers(check_final(final_rows, columns, rows), ends, columns)
             columns |= {next_key(key): column for key, column in next_columns(columns, final_rows).items()}
+
         # Row i looks at rows i ... i + n - 1, up to the last row of its run.
         at = torch.arange(rows, device=ends.device)
         lasts = ends.nonzero().squeeze(1)
@@ -240,17 +274,21 @@ class NStep(Transform):
                 name = "final"
             else:
                 name = "the sample"
+
             raise ValueError(
                 f"batch[{self.done_key!r}] has {list(done.shape)} values in a batch {list(td.batch_size)}, but "
                 f"{name!r} does not have one row for each: give each row one done flag, or leave it out with .exclude"
             )
+
         wide: Any = td.clone(recurse=False)
         wide.batch_size = shape
+
         # Move time behind the agents, [*B, *A, T], and back again.
         back = [*range(time), len(shape) - 1, *range(time, len(shape) - 1)]
         ahead = [*range(time), *range(time + 1, len(shape)), time]
         wide = self.of_batch(wide.permute(*ahead), None, None, **keys).permute(*back)
         wide.batch_size = td.batch_size
+
         return cast(TensorDictBase, wide)
 
 

@@ -75,31 +75,43 @@ class NextStateReconstructor(Transform):
             raise ValueError(
                 f"NextStateReconstructor takes flat batches [N], got {list(td.batch_size)}: flatten it first"
             )
+
         ends = self._run_ends(td, ends)
         result = td.clone(recurse=False)
+
         for key in self.in_keys:
             column = require(td, key)
             if self.fill_value != self.fill_value and not (column.is_floating_point() or column.is_complex()):
                 raise TypeError(f"batch[{key!r}] is {column.dtype}, which has no NaN: pass fill_value=0")
+
             # Row i gets the entry of row i + 1. The last row gets that of row 0, which is overwritten because
             # a run ends there.
             following = torch.roll(column, -1, 0)
             signed(following).masked_fill_(ends.view(-1, *[1] * (column.ndim - 1)), self.fill_value)
             result.set(next_key(key), following)
+
         return result
 
     def _run_ends(self, td: TensorDictBase, ends: Tensor | None) -> Tensor:
         """Rows that the next row does not follow, bool ``[N]``: those marked in ``td``, and ``ends``."""
         keys = [key for key in (self.traj_key, self.done_key, self.step_count_key) if key is not None]
         present = [key for key in keys if td.get(key, None) is not None]
-        for key in keys if self.strict else []:
+        if self.strict:
+            checked = keys
+        else:
+            checked = []
+        for key in checked:
             require(td, key)
         if ends is None and not keys and td.get(IS_INIT, None) is None:
             ends = torch.zeros(len(td), dtype=torch.bool, device=td.device)
             ends[-1:] = True
         elif present or ends is None:
             marked = run_ends(td, done_key=self.done_key, traj_key=self.traj_key)
-            ends = marked if ends is None else marked | ends.to(marked.device)
+            if ends is None:
+                ends = marked
+            else:
+                ends = marked | ends.to(marked.device)
+
         if self.step_count_key is not None and self.step_count_key in present:
             step = flat_column(require(td, self.step_count_key), td, self.step_count_key)
             ends = ends.clone()

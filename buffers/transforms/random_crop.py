@@ -85,10 +85,12 @@ class RandomCropTensorDict(Transform):
             )
         if not -len(shape) <= self.sample_dim < len(shape):
             raise ValueError(f"sample_dim={self.sample_dim} is not a dimension of a batch {shape}")
+
         dim = self.sample_dim % len(shape)
         starts = self._possible_starts(td, dim)
         uniform = torch.rand(starts.shape, dtype=torch.float64, generator=self.generator).to(starts.device)
         first = torch.minimum((uniform * starts).long(), starts - 1)  # [*B]; rounding never reaches `starts`
+
         # In the batch flattened to [prod(B) * T], the crop of element b is rows b * T + first[b] + (0 ...
         # length - 1).
         steps = shape.pop(dim)
@@ -104,6 +106,7 @@ class RandomCropTensorDict(Transform):
         for key in td.keys(True, True, is_leaf=is_leaf_nontensor):
             if crop.get(key, None) is None:
                 raise TypeError(f"batch[{key!r}] is not a tensor and cannot be cropped: use .exclude")
+
         if crop.get(self.init_key, None) is not None:
             marker(crop, self.init_key).select(dim, 0).fill_(True)
         return crop
@@ -116,6 +119,7 @@ class RandomCropTensorDict(Transform):
         if self.mask_key is None:
             others = [size for i, size in enumerate(td.batch_size) if i != dim]
             return torch.full(others, steps - self.sub_seq_len + 1, device=td.device)
+
         mask = marker(td, self.mask_key).movedim(dim, -1)
         lengths = mask.sum(-1)
         if bool((mask[..., 1:] & ~mask[..., :-1]).any()):

@@ -122,6 +122,7 @@ class Transform(nn.Module):
             self.out_keys = list(self.in_keys)
         else:
             self.out_keys = keys_argument("out_keys", out_keys)
+
         self.in_keys_inv = keys_argument("in_keys_inv", in_keys_inv)
         if out_keys_inv is None:
             self.out_keys_inv = list(self.in_keys_inv)
@@ -155,6 +156,7 @@ class Transform(nn.Module):
         """
         if not self.in_keys_inv:
             return td
+
         values = [self._inv_apply_transform(self._entry(td, key)) for key in self.out_keys_inv]
         result = td.clone(recurse=False)
         self._write(result, self.in_keys_inv, values)
@@ -215,6 +217,7 @@ def apply(transform: TransformLike, td: TensorDictBase, ends: Callable[[], Tenso
                 f"the sample's rows from {list(marks.shape)} to {list(td.batch_size)}: put that one after it"
             )
         changed = forward(td, marks)
+
     if changed is not None:
         return changed
     return _check_returned(transform, changed)
@@ -232,11 +235,13 @@ def apply_inverses(
     """
     if isinstance(data, list):
         return [apply_inverses(transforms, item) for item in data]
+
     result = data
     for transform in reversed(transforms):
         inverse = getattr(transform, "inv", None)
         if inverse is not None:
             result = _check_returned(transform, inverse(result))
+
     if (
         final is not None
         and isinstance(result, TensorDictBase)
@@ -249,6 +254,7 @@ def apply_inverses(
                 "them to "
                 f"{list(result.batch_size)}: leave final out, or change the rows before both are made"
             )
+
         for key in final.keys(True, True):
             root = without_next(key)  # inv is not applied to final's next observations
             if root != key and result.get(root, None) is not data.get(root, None):
@@ -256,6 +262,7 @@ def apply_inverses(
                     f"the transforms' inv changes {root!r} and leaves final[{key!r}] as it is: store full batches "
                     "without final, or change both before extend"
                 )
+
     return result
 
 
@@ -322,6 +329,7 @@ def read_others(
             if steps := looks_ahead(transform):
                 reader: Any = transform
                 columns = reader.read(columns, ahead[:, :steps], get)
+
     return columns
 
 
@@ -358,7 +366,9 @@ class Inverted(Transform):
 
     def inv(self, td: TensorDictBase, /) -> TensorDictBase:
         """Return ``transform.forward`` of a shallow copy of ``td``."""
-        return apply(self.transform, td.clone(recurse=False) if isinstance(td, TensorDictBase) else td, None)
+        if isinstance(td, TensorDictBase):
+            td = td.clone(recurse=False)
+        return apply(self.transform, td, None)
 
 
 def insert_transform(
@@ -369,7 +379,8 @@ def insert_transform(
     chooser_of([*transforms, transform])
     if not -len(transforms) <= index <= len(transforms):
         raise ValueError(f"index must be within the {len(transforms)} transforms, got {index}")
-    transforms.insert(index, Inverted(transform) if invert else transform)
+    member = Inverted(transform) if invert else transform
+    transforms.insert(index, member)
 
 
 def check_transform(transform: object, name: str = "transform") -> None:

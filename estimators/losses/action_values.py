@@ -159,10 +159,12 @@ class OffPolicyLoss(LossModule):
                 "'vtrace' corrects state values by the actor's probabilities of the actions, but "
                 f"{type(self).__name__} learns action values: use 'td0', 'td1' or 'td_lambda'"
             )
+
         traced = kind in (ValueEstimators.TDLambda, ValueEstimators.GAE)
         defaults = {"gamma": 0.99} | ({"lmbda": 0.95} if traced else {})
         if unknown := sorted(set(hyperparams) - set(defaults)):
             raise TypeError(f"{kind} takes {' and '.join(defaults)}, got {', '.join(unknown)}")
+
         numbers = defaults | hyperparams
         self.gamma, self.reward_scale = unit_interval("gamma", numbers["gamma"]), reward_scale
         if traced:
@@ -187,6 +189,7 @@ class OffPolicyLoss(LossModule):
         finite = []
         if get_entry(batch, NEXT_KNOWN) is not None:
             unknown = ~marker(batch, NEXT_KNOWN)
+
         for key in observed:
             column = get_entry(inputs.readable, next_key(key))
             bad = self.ends(inputs) if column is None else rows_with_nan(column, batch.batch_dims)
@@ -194,9 +197,11 @@ class OffPolicyLoss(LossModule):
                 finite.append(key)
             else:
                 unknown = bad if unknown is None else unknown | bad
+
         if unknown is None:
             inputs.finite = (*finite,)
             return inputs
+
         unknown = unknown & ~self.terminated(inputs)
         lost = int(unknown.sum()) if on_host(unknown) else 0
         if 2 * lost > unknown.numel():  # more than half of the rows
@@ -205,6 +210,7 @@ class OffPolicyLoss(LossModule):
                 "known, and they count nowhere: draw slices (SliceSampler), whose rows hold each other's next "
                 "observations, or keep them (compact_obs=False)"
             )
+
         return LossInputs(
             inputs.batch, inputs.readable, mask_and(inputs.mask, ~unknown), unknown, inputs.real
         )
@@ -249,6 +255,7 @@ class OffPolicyLoss(LossModule):
             if key not in inputs.finite:
                 column = fill_missing(column, require(batch, key), inputs.unknown)
             columns[key] = column
+
         return nest(columns, *batch.batch_size)
 
     def critic_values(
@@ -272,20 +279,33 @@ class OffPolicyLoss(LossModule):
         key = self.tensor_keys[self.value_name]
         values = []
         per_action = self.value_name == "action_value"
+
         for network in cast(Iterable[Any], networks):
             value = call_for(network, batch, key)
             if value is None:
+                if per_action:
+                    what = "a value for each action"
+                else:
+                    what = "the value"
+
                 raise KeyError(
                     f"{argument} wrote no entry {key!r}: its out_keys are {list(network.out_keys)}; name the one that "
-                    f"holds {'a value for each action' if per_action else 'the value'} with "
+                    f"holds {what} with "
                     f"set_keys({self.value_name}=...)"
                 )
+
             if per_action and value.ndim != batch.batch_dims + 1:
                 raise ValueError(
                     f"{argument} must write {key!r} of shape {[*batch.shape]} and one dim of actions, "
                     f"got {tuple(value.shape)}"
                 )
-            values.append(value if per_action else flat_column(value, batch, key))
+
+            if per_action:
+                chosen = value
+            else:
+                chosen = flat_column(value, batch, key)
+            values.append(chosen)
+
         return values
 
     def minimum_value(self, networks: Iterable[nn.Module], batch: TensorDictBase) -> Tensor:
@@ -307,6 +327,7 @@ class OffPolicyLoss(LossModule):
         if not reward.is_floating_point():
             key = self.key("reward")
             raise TypeError(f"batch[{key!r}] must be floating, got {reward.dtype}: cast it with .float()")
+
         reward = flat_column(reward, batch, self.key("reward"))
         if self.reward_scale is not None:
             reward = self.reward_scale.scaled(reward)
@@ -320,21 +341,25 @@ class OffPolicyLoss(LossModule):
                     discount = flat_column(written_discount, batch, DISCOUNT)
                 else:
                     discount = self.gamma ** flat_column(steps, batch, STEPS)
+
             if isinstance(discount, Tensor):
                 returns = td0_return_estimate(discount, next_value, reward, terminated)
             else:  # the same for [*B] columns, whose shapes are known to match
                 returns = torch.add(reward, readable(next_value, discount, terminated), alpha=discount)
             return zero_masked(returns, inputs.real)
+
         if steps is not None:
             raise ValueError(
                 f"batch[{STEPS!r}] says that its rewards span several rows, which a return along the run would "
                 "count more than once: call make_value_estimator('td0'), or leave the n-step transform out"
             )
+
         ends = self.ends(inputs)
         if inputs.unknown is not None:
             # An unknown row has no target. Cut the return before it, so that the previous row bootstraps from
             # its own next value, which is known.
             ends[..., :-1] |= inputs.unknown[..., 1:]
+
         returns = td_lambda_return_estimate(
             self.gamma, self.lmbda, next_value, reward, ends, terminated, time_dim=-1
         )
@@ -390,6 +415,7 @@ class OffPolicyLoss(LossModule):
             column = get_entry(inputs.batch, key)
         else:
             column = None
+
         if column is None and self.use_prioritized_weights is True:
             column = require(inputs.batch, key)  # the error says what writes the entry
         if column is None:
@@ -402,7 +428,9 @@ class OffPolicyLoss(LossModule):
 
         With weights ``w`` (importance weights of prioritized sampling), the mean is ``sum(w * loss) / sum(w)``.
         """
-        return super().reduce(inputs, loss, self.weights_of(inputs) if weights is None else weights)
+        if weights is None:
+            weights = self.weights_of(inputs)
+        return super().reduce(inputs, loss, weights)
 
 
 def critic_ensemble(
@@ -433,6 +461,7 @@ def critic_ensemble(
         raise ValueError(
             "networks (qvalue_network of a loss) must hold at least one tensordict module, got none"
         )
+
     for network in critics:
         if not isinstance(network, TensorDictModuleBase):
             raise TypeError(
@@ -440,7 +469,13 @@ def critic_ensemble(
                 "e.g. TensorDictModule(net, in_keys=['observation', 'action'], out_keys=[...]), "
                 f"got {type(network).__name__}"
             )
-    for _ in range(number - 1 if is_one else 0):  # otherwise the copies would stay equal
+
+    if is_one:
+        redrawn = number - 1
+    else:
+        redrawn = 0
+
+    for _ in range(redrawn):  # otherwise the copies would stay equal
         copy = copy_network(critics[0])
         for layer in copy.modules():
             reset = getattr(layer, "reset_parameters", None)
@@ -451,7 +486,9 @@ def critic_ensemble(
                     f"qvalue_network has a {type(layer).__name__}, whose parameters cannot be re-initialised (it "
                     "has no reset_parameters): pass a list of networks instead of one"
                 )
+
         critics.append(copy)
+
     return nn.ModuleList(critics)
 
 
@@ -464,6 +501,7 @@ def action_space_of(space: object) -> ActionSpace | None:
     """
     if space is None:
         return None
+
     name = str(_SPACES.get(type(space).__name__, space)).replace("_", "-")
     if name not in ("categorical", "one-hot"):
         raise ValueError(
@@ -485,6 +523,7 @@ def value_of_action(value: Tensor, action: Tensor, space: ActionSpace | None) ->
                 f"a one-hot action must have shape {tuple(value.shape)}, got {tuple(action.shape)}"
             )
         return (value * action).sum(-1)  # only one of the A products is not 0
+
     if action.shape not in (value.shape[:-1], (*value.shape[:-1], 1)):
         raise ValueError(
             f"the action must be an integer of shape {tuple(value.shape[:-1])}, or one-hot "
@@ -494,13 +533,16 @@ def value_of_action(value: Tensor, action: Tensor, space: ActionSpace | None) ->
         raise TypeError(
             f"actions that are indices of {value.shape[-1]} values must be integers, got {action.dtype}"
         )
+
     index = action.long()
     index = index if action.ndim == value.ndim else index.unsqueeze(-1)
+
     try:  # on the CPU, gather() checks each index itself
         return value.gather(-1, index).squeeze(-1)  # [*B, A] at [*B, 1] -> [*B, 1] -> [*B]
     except RuntimeError as error:
         if not on_host(index) or bool(((index >= 0) & (index < value.shape[-1])).all()):
             raise
+
         raise ValueError(
             f"an action must be one of the {value.shape[-1]} that value_network evaluates, got actions from "
             f"{int(index.min())} to {int(index.max())}: give the network as many outputs as there are actions"

@@ -102,16 +102,19 @@ class NetworkParameters:
     def __get__(self, loss: "LossModule | None", owner: type | None = None) -> Any:
         if loss is None:
             return self
+
         network = getattr(loss, self.network_name, None)
         if network is None:  # not delayed: the network is its own target
             of = getattr(loss, self.network_name.removeprefix("target_"), None)
             if of is None:
                 return None
             return cast(Any, TensorDict.from_module(of)).data
+
         params: Any = TensorDict.from_module(network, as_module=True)
         actor = getattr(loss, "actor_network", None)
         if not getattr(loss, "separate_losses", False) or actor is None or network is actor:
             return params
+
         shared = set(actor.parameters())
         return TensorDictParams(
             params.apply(lambda x: x.data if x in shared else x, filter_empty=False), no_convert=True
@@ -185,6 +188,7 @@ class LossModule(TensorDictModuleBase):
         self.tensor_keys = KeyNames(self.default_keys)
         self.in_keys = []  # a subclass may declare its own keys
         self.out_keys: list[Any] = []
+
         #: Number of out_keys returned by a call by keyword; None for all.
         self.tuple_length: int | None = None
 
@@ -229,6 +233,7 @@ class LossModule(TensorDictModuleBase):
                 checks.need_rows(tensordict)
             columns: Any = () if tensordict is None else (tensordict, *args)
             return self._call_on_columns(*columns, **entries)
+
         if torch.compiler.is_compiling():
             losses = super().__call__(tensordict, *args, **entries)
         else:
@@ -237,6 +242,7 @@ class LossModule(TensorDictModuleBase):
             except checks.BLAMED as error:
                 checks.blame_entries(self, tensordict, self.readable_keys, error)
                 raise
+
         selected = self._out_keys_apparent
         if selected is self._out_keys:
             return losses
@@ -305,11 +311,13 @@ class LossModule(TensorDictModuleBase):
         checks.need_rows(batch)
         if batch.batch_size.numel() == 0:  # TensorDict.numel() is at least 1
             raise ValueError(f"{type(self).__name__} needs at least one row, got a batch {list(batch.shape)}")
+
         keys = self.tensor_keys
         mask = None
         for key in (keys["mask"], keys["valid"]):
             if get_entry(batch, key) is not None:
                 mask = mask_and(mask, marker(batch, key))
+
         real = mask
         if self.burn_in:
             # rows from position burn_in of each run on
@@ -320,6 +328,7 @@ class LossModule(TensorDictModuleBase):
                     f"no run of the batch has more than burn_in={self.burn_in} rows, so no row counts and the loss "
                     "is 0: draw longer slices or burn in fewer rows"
                 )
+
         padded = real is not None and get_entry(batch, keys["mask"]) is not None
         if padded:
             readable = zero_padding(batch, keys["mask"], self.in_keys)
@@ -355,7 +364,8 @@ class LossModule(TensorDictModuleBase):
         value: Tensor | None = get_entry(inputs.batch, self.key(name))
         if value is None:
             default = self.default_keys.get(name, name)
-            default = under_next(default) if name in _UNDER_NEXT else default
+            if name in _UNDER_NEXT:
+                default = under_next(default)
             raise self.missing(inputs, self.key(name), default)
         return value
 
@@ -392,9 +402,14 @@ class LossModule(TensorDictModuleBase):
                     f"{type(self).__name__}: weights of rows must be finite and at least 0, "
                     f"got {float(real.min())} to {float(real.max())}"
                 )
+
         if self.reduction == "mean":
             return masked_mean(loss, inputs.mask, weights)
-        counted = zero_masked(loss if weights is None else loss * weights, inputs.mask)
+        if weights is None:
+            weighted = loss
+        else:
+            weighted = loss * weights
+        counted = zero_masked(weighted, inputs.mask)
         if self.reduction == "sum":
             return counted.sum()
         return counted
@@ -423,21 +438,26 @@ class LossModule(TensorDictModuleBase):
         if value is None:
             self.register_buffer(name, None)
             return
+
         is_number = isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
+
         try:
             finite = is_number and math.isfinite(float(value))
         except (RuntimeError, ValueError, OverflowError):  # a tensor of several numbers, or an empty one
             finite = False
+
         if not finite:
             raise ValueError(f"{name} must be a float or a scalar tensor, got {value!r}")
         if isinstance(value, Tensor):
             number = value.detach()
         else:
             number = torch.tensor(float(value))
+
         if device is None:
             device = next((parameter.device for parameter in self.parameters()), None)
         else:
             device = checks.torch_device("device", device)
+
         kind = dtype or torch.get_default_dtype()
         self.register_buffer(name, number.reshape(()).to(device, kind, copy=True))
 
@@ -497,16 +517,21 @@ def parameters_and_buffers(network: nn.Module) -> tuple[list[Tensor], list[Tenso
     parameters: dict[int, Tensor] = {}
     buffers: dict[int, Tensor] = {}
     left: list[nn.Module | None] = [network]
+
     while left:
         module = left.pop()
         if module is None or module in modules:
             continue
+
         modules[module] = None
+
         for own, found in ((module._parameters, parameters), (module._buffers, buffers)):
             for tensor in own.values():
                 if tensor is not None:
                     found[id(tensor)] = tensor
+
         left += module._modules.values()
+
     return list(parameters.values()), list(buffers.values())
 
 
@@ -560,6 +585,7 @@ class TargetNetUpdater:
     def __init__(self, loss_module: LossModule) -> None:
         if not isinstance(loss_module, LossModule):
             raise TypeError(f"loss_module must be a loss of flatroll, got {type(loss_module).__name__}")
+
         self.loss_module = loss_module
         if not loss_module.delayed_networks():
             raise ValueError(
@@ -631,6 +657,7 @@ class SoftUpdate(TargetNetUpdater):
             raise ValueError(
                 f"pass either eps (the share of the old parameters) or tau (1 - eps), got {eps} and {tau}"
             )
+
         name, number = ("eps", cast(float, eps)) if tau is None else ("tau", tau)
         checks.number(name, number, least=0, most=1)
         self.eps = number if tau is None else 1.0 - number

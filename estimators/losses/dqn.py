@@ -103,6 +103,7 @@ class DQNLoss(OffPolicyLoss):
             reduction=reduction,
             diagnostics=diagnostics,
         )
+
         flags(delay_value=delay_value, double_dqn=double_dqn)
         if double_dqn and not delay_value:
             raise ValueError(
@@ -113,13 +114,16 @@ class DQNLoss(OffPolicyLoss):
                 "value_network must be a tensordict module or a torch.nn.Module, "
                 f"got {type(value_network).__name__}"
             )
+
         if not isinstance(value_network, TensorDictModuleBase):
             value_network = TensorDictModule(value_network, [OBSERVATION], [self.value_name])
         self.value_network: TensorDictModuleBase = value_network
+
         if delay_value:
             self.target_value_network = target_copy(self.value_network)
         else:
             self.target_value_network = None
+
         self.delay_value = delay_value
         self.double_dqn = double_dqn
         self.action_space: ActionSpace | None = action_space_of(action_space)
@@ -133,7 +137,8 @@ class DQNLoss(OffPolicyLoss):
         read += [next_key(key) for key in self._network_inputs.observed]
         read += [self.key(name) for name in ("action", "reward", "terminated")]
         self.in_keys = read
-        self.out_keys = ["loss", *(("pred_value", "target_value") if self.with_diagnostics else ())]
+        diagnostics = ("pred_value", "target_value") if self.with_diagnostics else ()
+        self.out_keys = ["loss", *diagnostics]
         self.tuple_length = 1
 
     @override
@@ -165,13 +170,16 @@ class DQNLoss(OffPolicyLoss):
         observed = reads.observed
         if reads.recurrent or any(get_entry(inputs.batch, key) is None for key in reads.next_observed):
             return self._values_of_runs(inputs)
+
         (value,) = self.critic_values([online], self.root_entries(inputs, observed), "value_network")
+
         with torch.no_grad():  # double DQN: the network selects the next action, its copy evaluates it
             after = self.next_entries(inputs, observed)
             if self.double_dqn:
                 choice = self.critic_values([online], after, "value_network")[0]
             else:
                 choice = None
+
             (next_value,) = self.critic_values([target], after, "value_network")
             legal = self._legal(inputs)
             return value, next_state_value(masked(next_value, legal), masked(choice, legal))
@@ -184,12 +192,14 @@ class DQNLoss(OffPolicyLoss):
                 "network (or a batch without next observations) needs those of the next row: leave the n-step "
                 "transform out, and call make_value_estimator('td_lambda') for longer returns"
             )
+
         at = Boundaries(self.ends(inputs), self.terminated(inputs), inputs.unknown)
         online = self._over_stream(self.value_network, inputs.readable, at)
         choice = next_value = online.next_value.detach()  # [*B, A]
         if self.target_value_network is not None:
             with torch.no_grad():
                 next_value = self._over_stream(self.target_value_network, inputs.readable, at).next_value
+
         legal = self._legal(inputs)
         chosen_by = masked(choice, legal) if self.double_dqn else None
         return online.value, next_state_value(masked(next_value, legal), chosen_by)

@@ -111,8 +111,13 @@ def refuse_unknown(loss: object, unknown: Mapping[str, object]) -> None:
     for name in unknown:
         makers = [cls.__dict__["__init__"] for cls in type(loss).__mro__[:-1] if "__init__" in cls.__dict__]
         own = {x for make in makers for x in inspect.signature(make).parameters}
+
         near = get_close_matches(name, sorted(own - {"self"}), 1)
-        meant = _ELSEWHERE.get(name, f"{near[0]}=" if near else None)
+        if near:
+            hint = f"{near[0]}="
+        else:
+            hint = None
+        meant = _ELSEWHERE.get(name, hint)
         hint = f": use {meant}" if meant else ""
         raise TypeError(f"{type(loss).__name__} got an unexpected keyword argument {name!r}{hint}")
 
@@ -135,10 +140,13 @@ def check_networks(
     ):
         if by_name is not None and by_short is not None:
             raise TypeError(f"pass {name}= or {short}=, not both: they are two names of one argument")
+
     actor_network = actor if actor_network is None else actor_network
-    critic_network = critic if critic_network is None else critic_network
+    if critic_network is None:
+        critic_network = critic
     if actor_network is None:
         raise TypeError(f"{type(loss).__name__} needs an actor_network")
+
     require_actor(actor_network)
     require_critic("critic_network", critic_network)
     return actor_network, critic_network
@@ -154,6 +162,7 @@ def clip_distance(clip_value: bool | Coefficient | None) -> Coefficient | None:
         raise ValueError("clip_value=True uses the clip_epsilon of ClipPPOLoss: pass a number here")
     if clip_value is None or clip_value is False:
         return None
+
     is_number = isinstance(clip_value, (int, float)) or (
         isinstance(clip_value, Tensor) and clip_value.numel() == 1
     )
@@ -199,6 +208,7 @@ def entropy_coefficients(coefficients: Mapping[NestedKey, float]) -> dict[Nested
         if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
             raise ValueError(f"entropy_coeff[{key!r}] must be a finite number, got {number!r}")
         numbers[cast(NestedKey, unravel_key(key))] = float(number)
+
     if not numbers:
         raise ValueError("entropy_coeff must have a number for each part of the action, got an empty mapping")
     return numbers
@@ -230,6 +240,7 @@ def weighted_entropy(
             )
         term = left.pop(known[0]) * entropy
         total = term if total is None else total + term
+
     if left or total is None:
         raise KeyError(f"entropy_coeff names {list(left)}, but the action's parts are {list(entropies)}")
     return total
@@ -339,19 +350,23 @@ class PolicyGradientLoss(LossModule):
         super().__init__(reduction=reduction, burn_in=burn_in, diagnostics=diagnostics)
         networks = check_networks(self, actor_network, critic_network, actor, critic)
         checks.one_of("loss_critic_type", loss_critic_type, DISTANCES)
+
         checks.flags(
             entropy_bonus=entropy_bonus,
             normalize_advantage=normalize_advantage,
             separate_losses=separate_losses,
             functional=functional,
         )
+
         checks.whole_number("samples_mc_entropy", samples_mc_entropy)
         self.actor_network, self.critic_network = networks
         if isinstance(entropy_coeff, Mapping):
             self.entropy_coeff = entropy_coefficients(entropy_coeff)
         else:
-            entropy_coeff = 0.01 if entropy_coeff is None else entropy_coeff
+            if entropy_coeff is None:
+                entropy_coeff = 0.01
             self.register_coeff_buffer("entropy_coeff", entropy_coeff, device=device)
+
         self.register_coeff_buffer("critic_coeff", critic_coeff, device=device)
         self.register_coeff_buffer("clip_value", clip_distance(clip_value), device=device)
         self.entropy_bonus = entropy_bonus
@@ -360,6 +375,7 @@ class PolicyGradientLoss(LossModule):
         self.normalize_advantage = normalize_advantage
         self.separate_losses = separate_losses
         self.functional = functional
+
         # bypass nn.Module.__setattr__: the estimator's networks are not submodules
         self.__dict__["value_estimator"] = None
         self._name_outputs()
@@ -373,6 +389,7 @@ class PolicyGradientLoss(LossModule):
         if self.critic_network is not None and self.critic_coeff is not None:
             written += [critic_name, "explained_variance"]
             written += [] if self.clip_value is None else ["value_clip_fraction"]
+
         written = [x for x in (*written, *self.diagnostics) if self.with_diagnostics or x.startswith("loss_")]
         order = written if self.tuple_order is None else self.tuple_order
         returned = [key for key in order if key in written]
@@ -388,24 +405,32 @@ class PolicyGradientLoss(LossModule):
         super().set_keys(**cast(Any, keys))
         with_critic = self.critic_network is not None and self.critic_coeff is not None
         if with_critic:
-            critic_reads = ("value_target", "value")[: 1 if self.clip_value is None else 2]
+            if self.clip_value is None:
+                number = 1
+            else:
+                number = 2
+            critic_reads = ("value_target", "value")[:number]
         else:
             critic_reads = ()
+
         actor = cast(Any, self.actor_network)
         critic = self.critic_network
         written = set(getattr(actor, "out_keys", ()))
+
         if critic is None:
             of_critic = []
         else:
             of_critic = [key for key in critic.in_keys if key not in written]
         of_loss = [key for name in (*self.reads, *critic_reads) for key in self.keys_of(name)]
         read: list[Any] = list(dict.fromkeys((*actor.in_keys, *of_critic, *of_loss)))
+
         if self.value_estimator is not None:
             names = self.tensor_keys.keys() & self.value_estimator.tensor_keys.keys()
             self.value_estimator.set_keys(**{name: self.tensor_keys[name] for name in names})
             made = set(self.value_estimator.out_keys)
             read = [key for key in read if key not in made]
             read = list(dict.fromkeys((*read, *self.value_estimator.in_keys)))
+
         self.in_keys = read
 
     @override
@@ -416,6 +441,7 @@ class PolicyGradientLoss(LossModule):
         if actor is not None:
             with suppress(RuntimeError):  # see keys_written_by
                 keys += log_prob_parts(actor)
+
         estimator = self.__dict__.get("value_estimator")
         if estimator is not None:
             keys += estimator.readable_keys
@@ -445,6 +471,7 @@ class PolicyGradientLoss(LossModule):
         kind = ValueEstimators.GAE if value_type is None else value_type
         self.__dict__["value_estimator"] = make_estimator(kind, networks, hyperparams)
         self.set_keys()
+
         return self
 
     def objective(
@@ -477,21 +504,27 @@ class PolicyGradientLoss(LossModule):
         if self.value_estimator is not None and get_entry(batch, self.key("advantage")) is None:
             with torch.no_grad():
                 batch = self.value_estimator(tensordict.copy())
+
         inputs = self.inputs_of(batch)
         policy_name, critic_name = self.loss_names
         if get_entry(batch, self.key("advantage")) is None:
             hint = ". Or let the loss compute it: loss.make_value_estimator(...)"
             raise self.missing(inputs, self.key("advantage"), self.default_keys["advantage"], hint)
+
         advantage = self.column(inputs, "advantage")
         if self.normalize_advantage and advantage.numel() > 1:
             advantage = standardized(advantage, inputs.mask)
         with set_recurrent_mode(True, burn_in=self.burn_in):
             # the critic may read the actor's outputs
-            critic = None if self.critic_coeff is None else self.critic_network
+            if self.critic_coeff is None:
+                critic = None
+            else:
+                critic = self.critic_network
             readers = () if critic is None else (critic,)
             dist, after_actor = distribution_for(readers, self.actor_network, inputs.readable)
             parts = components(dist)
             actions = self.keys_of("action")
+
             log_probs = []
             for key, part in parts.items():
                 if key is None:
@@ -503,10 +536,12 @@ class PolicyGradientLoss(LossModule):
                     raise self.missing(inputs, key, ACTION)
                 base = get_entry(inputs.batch, base_sample_key(key))
                 log_probs.append(joint(log_prob_of(part, action, base, self._warn_once), inputs.batch))
+
             # parts of an action are independent: their log-probabilities and entropies add up
             log_prob = reduce(torch.add, log_probs)
             loss, diagnostics = self.objective(inputs, dist, log_prob, advantage)
             losses = {policy_name: self.reduce(inputs, loss)}
+
             if self.entropy_bonus:
                 entropies: dict[Any, Tensor] = {
                     self.tensor_keys["action"] if key is None else key: joint(
@@ -514,20 +549,24 @@ class PolicyGradientLoss(LossModule):
                     )
                     for key, part in parts.items()
                 }
+
                 entropy = reduce(torch.add, entropies.values())
                 factor = self.entropy_coeff
                 if isinstance(factor, Tensor):
                     losses["loss_entropy"] = -as_number(factor) * self.reduce(inputs, entropy)
                 else:
                     losses["loss_entropy"] = -self.reduce(inputs, weighted_entropy(entropies, factor))
+
                 if self.with_diagnostics:
                     diagnostics["entropy"] = masked_mean(entropy.detach(), inputs.mask)
+
             if critic is not None:
                 critic_loss, of_critic = self._critic_loss(inputs, critic, after_actor)
                 weight = as_number(cast(Tensor, self.critic_coeff))
                 is_one = isinstance(weight, float) and weight == 1.0  # on a device this would sync
                 losses[critic_name] = critic_loss if is_one else weight * critic_loss
                 diagnostics |= of_critic
+
         if self.with_diagnostics:
             losses |= {name: number.detach() for name, number in diagnostics.items()}
         return nest(losses)
@@ -543,17 +582,21 @@ class PolicyGradientLoss(LossModule):
         apart = (
             frozen(shared_parameters(critic, self.actor_network)) if self.separate_losses else nullcontext()
         )
+
         with apart:
             # A value already in the batch is not from this critic.
             column = call_for(critic, after_actor, key)
+
         if column is None:
             raise KeyError(
                 f"critic_network wrote no entry {key!r}: its out_keys are {list(critic.out_keys)}; name the one that "
                 "holds the value with set_keys(value=...)"
             )
+
         value = flat_column(column, inputs.batch, key)
         diagnostics = {}
         most = self.clip_value
+
         if self.with_diagnostics:
             # 1 - Var(target - value) / Var(target): 1 for a perfect critic, 0 for a constant one; eps avoids
             # division by 0
@@ -562,9 +605,11 @@ class PolicyGradientLoss(LossModule):
             tiny = torch.finfo(target.dtype).eps
             left, total = (masked_variance(x, inputs.mask, correction=0) for x in (aim - free, aim))
             diagnostics = {"explained_variance": 1.0 - left / (total + tiny)}
+
         if most is None and inputs.mask is None and self.reduction == "mean":
             return DISTANCES[self.loss_critic_type](value, target), diagnostics  # with the mean in one pass
         loss = distance(value, target, self.loss_critic_type)
+
         if most is not None:
             # use the larger of both losses, so that moving further than clip_value from the sampled value
             # gains nothing
@@ -574,6 +619,7 @@ class PolicyGradientLoss(LossModule):
             clipped = moved.clamp(-most, most)
             loss = torch.maximum(loss, distance(sampled + clipped, target, self.loss_critic_type))
             diagnostics["value_clip_fraction"] = masked_mean((moved != clipped).to(value.dtype), inputs.mask)
+
         return self.reduce(inputs, loss), diagnostics
 
 
@@ -630,9 +676,11 @@ class PPOLoss(PolicyGradientLoss):
         """
         names = sampled_log_prob_keys(self.actor_network, self.keys_of("sample_log_prob"), inputs.batch)
         columns = [get_entry(inputs.batch, name) for name in names]
+
         for name, column in zip(names, columns, strict=True):
             if column is None:
                 raise self.missing(inputs, name, self.default_keys["sample_log_prob"])
+
         sampled = reduce(torch.add, [joint(column.detach(), inputs.batch) for column in columns])
         log_ratio = log_prob - sampled
         if inputs.mask is None:
@@ -706,6 +754,7 @@ class ClipPPOLoss(PPOLoss):
                 raise AttributeError(f"this {type(self).__name__} has {' and '.join(names)}, but no {name}")
             if not (value > 0.0 and (value < 1.0 or name.endswith("_high"))):
                 raise ValueError(f"{name} must be above 0, and below 1 on the lower side, got {value}")
+
         super().__setattr__(name, value)
 
     @override
@@ -718,10 +767,12 @@ class ClipPPOLoss(PPOLoss):
         else:
             low = as_number(self.clip_epsilon_low)
             high = as_number(self.clip_epsilon_high)
+
         log1p: Any = math.log1p if isinstance(low, float) else torch.log1p
         # log(1 - low), log(1 + high)
         least = log1p(-low)
         most = log1p(high)
+
         # min(ratio * A, clip(ratio) * A) bounds the ratio on one side only: from above if A >= 0, from below
         # if A < 0. Clamp the logarithm, before exp: otherwise an overflowing ratio has a NaN gradient at the
         # limit (inf * 0).
@@ -733,6 +784,7 @@ class ClipPPOLoss(PPOLoss):
         if not self.with_diagnostics:
             return loss, {}
         fraction = masked_mean((free.clamp(least, most) != free).to(free.dtype), inputs.mask)
+
         return loss, ratio_statistics(free, inputs.mask) | {"clip_fraction": fraction}
 
 
@@ -799,11 +851,13 @@ class KLPENPPOLoss(PPOLoss):
         checks.number("increment", increment, least=1)
         checks.number("decrement", decrement, above=0, most=1)
         super().__init__(actor_network, critic_network, **options)
+
         if not hasattr(self.actor_network, "build_dist_from_params"):
             raise TypeError(
                 "actor_network must have build_dist_from_params, like a ProbabilisticTensorDictSequential, "
                 f"got {type(self.actor_network).__name__}"
             )
+
         self.dtarg = dtarg
         self.increment = increment
         self.decrement = decrement
@@ -831,6 +885,7 @@ class KLPENPPOLoss(PPOLoss):
             if inputs.batch.get(key, None) is None:
                 hint = ". It says how the actions were sampled: the policy must write it when it acts"
                 raise self.missing(inputs, key, hint=hint)
+
         sampled = components(actor.build_dist_from_params(inputs.batch))
         current = components(dist)
         pairs = [divergence_of(part, current[key], self.samples_mc_kl) for key, part in sampled.items()]
@@ -838,12 +893,14 @@ class KLPENPPOLoss(PPOLoss):
         divergence = zero_masked(divergence, inputs.mask)
         mean = masked_mean(divergence.detach(), inputs.mask)
         loss = loss + self.beta * divergence
+
         if self.training:  # update beta for the next call: see the class
             larger = self.beta * self.increment
             smaller = self.beta * self.decrement
             steady = torch.where(mean < self.dtarg / 1.5, smaller, self.beta)
             # a new tensor, not an in-place change: the graph of this loss keeps the old beta
             self.beta = torch.where(mean > 1.5 * self.dtarg, larger, steady)
+
         return loss, diagnostics | {"kl": mean}
 
 
@@ -948,11 +1005,13 @@ class ReinforceLoss(PolicyGradientLoss):
                 raise TypeError(
                     f"{type(self).__name__} has no entropy term and does not take {name}=: use A2CLoss instead"
                 )
+
         super().__init__(actor_network, critic_network, entropy_bonus=False, **options)
         critic = self.critic_network
         checks.flags(delay_value=delay_value)
         if delay_value and critic is None:
             raise ValueError("delay_value=True needs a critic_network")
+
         self.delay_value = delay_value
         if delay_value and critic:
             self.target_critic_network = target_copy(critic)

@@ -110,6 +110,7 @@ class SoftActorCritic(OffPolicyLoss):
             reduction=reduction,
             diagnostics=diagnostics,
         )
+
         require_actor(actor_network)
         flags(
             fixed_alpha=fixed_alpha,
@@ -118,10 +119,13 @@ class SoftActorCritic(OffPolicyLoss):
             separate_losses=separate_losses,
             skip_done_states=skip_done_states,
         )
+
         whole_number("num_qvalue_nets", num_qvalue_nets)
+
         for name, limit in (("alpha_init", alpha_init), ("min_alpha", min_alpha), ("max_alpha", max_alpha)):
             if limit is not None or name == "alpha_init":
                 number(name, cast(float, limit))
+
         low = min_alpha or 0.0
         high = math.inf if max_alpha is None else max_alpha
         if not 0.0 <= low <= alpha_init <= high or alpha_init <= 0.0:
@@ -129,12 +133,14 @@ class SoftActorCritic(OffPolicyLoss):
                 "alpha_init must be above 0 and between min_alpha and max_alpha, "
                 f"got {alpha_init}, {min_alpha} and {max_alpha}"
             )
+
         self.actor_network = actor_network
         self.qvalue_network = critic_ensemble(qvalue_network, num_qvalue_nets)
         if delay_actor:
             self.target_actor_network = target_copy(actor_network)
         else:
             self.target_actor_network = None
+
         self.target_qvalue_network = target_copy(self.qvalue_network) if delay_qvalue else None
         # the logarithm is trained, so alpha stays positive
         log_alpha = torch.tensor(math.log(alpha_init))
@@ -142,10 +148,16 @@ class SoftActorCritic(OffPolicyLoss):
             self.register_buffer("log_alpha", log_alpha)
         else:
             self.register_parameter("log_alpha", nn.Parameter(log_alpha))
-        self._bounds = math.log(low) if low else -math.inf, math.log(high)
+
+        if low:
+            least = math.log(low)
+        else:
+            least = -math.inf
+        self._bounds = least, math.log(high)
         self.delay_actor = delay_actor
         self.delay_qvalue = delay_qvalue
         self.separate_losses = separate_losses
+
         if isinstance(target_entropy, Tensor):  # a buffer that a schedule may change
             self.register_coeff_buffer("target_entropy", target_entropy)
         elif isinstance(target_entropy, (int, float)):
@@ -154,6 +166,7 @@ class SoftActorCritic(OffPolicyLoss):
             self.target_entropy = target_entropy
         else:
             raise ValueError(f"target_entropy must be a number or 'auto', got {target_entropy!r}")
+
         written = keys_written_by(actor_network)
         self.set_keys(action=written.get("action"), log_prob=written.get("sample_log_prob"))
 
@@ -164,15 +177,18 @@ class SoftActorCritic(OffPolicyLoss):
         networks: list[Any] = [self.actor_network, *self.qvalue_network]
         state_value: Any = getattr(self, "value_network", None)
         networks += [] if state_value is None else [state_value]
+
         for network in networks:
             if NetworkInputs.of(network, self.key("is_init")).recurrent:
                 raise TypeError(
                     f"{type(self).__name__} reads rows independently, but a recurrent module needs the preceding rows: "
                     "let the policy write its features while collecting, and pass networks that read those"
                 )
+
         actor: Any = self.actor_network
         made = {as_tuple(key) for key in (*actor.out_keys, *self.keys_of("action"), ACTION)}
         read: list[Any] = list(dict.fromkeys(key for network in networks for key in network.in_keys))
+
         # the entries read from the batch, at the root and under "next"; the actor writes the others
         self._observed: list[Any] = [
             key for key in read if not any(as_tuple(key) == names[: len(as_tuple(key))] for names in made)
@@ -181,7 +197,12 @@ class SoftActorCritic(OffPolicyLoss):
         self.in_keys = [*inputs, *self.keys_of("action"), self.key("reward"), self.key("terminated")]
         written: list[Any] = ["loss_actor", "loss_qvalue", "loss_alpha"]
         written += ["alpha", "entropy"] if self.with_diagnostics else []
-        self.out_keys = written + ([] if state_value is None else ["loss_value"])
+
+        if state_value is None:
+            value_losses = []
+        else:
+            value_losses = ["loss_value"]
+        self.out_keys = written + value_losses
 
     @property
     def alpha(self) -> Tensor:
@@ -202,19 +223,28 @@ class SoftActorCritic(OffPolicyLoss):
         critics = self.qvalue_network
         targets = self.target_qvalue_network
         targets = critics if targets is None else targets
+
         with torch.no_grad():
             if self._bounds != (-math.inf, math.inf):
                 self.log_alpha.clamp_(*self._bounds)  # an optimizer step may exceed min_alpha, max_alpha
             alpha = as_number(self.alpha)
             after = self.next_entries(inputs, self._observed)
+
             delayed = self.target_actor_network
-            dist = distribution(actor if delayed is None else delayed, after)
+            if delayed is None:
+                network = actor
+            else:
+                network = delayed
+            dist = distribution(network, after)
             target = self.target(inputs, self._next_value(dist, after, targets, alpha))
+
         work = shallow_copy(inputs.readable)  # the actor writes into this copy, which critics may read
         dist = distribution(actor, work)
+
         for key in self.keys_of("action"):
             if get_entry(inputs.batch, key) is None:
                 raise self.missing(inputs, key, ACTION)
+
         value_losses = self._value_losses(inputs, work, dist, alpha)
         read = work.detach() if self.separate_losses else work
         with self._detach_shared(critics):
@@ -225,12 +255,14 @@ class SoftActorCritic(OffPolicyLoss):
         aim = self.target_entropy
         if isinstance(aim, str):
             aim = self._auto_target_entropy(inputs, values[0])
+
         losses = {
             "loss_actor": self.reduce(inputs, loss_actor),
             "loss_qvalue": self.fit(inputs, chosen, target),
             # decreases in log_alpha if the entropy is below its target: then alpha grows
             "loss_alpha": self.log_alpha * self.reduce(inputs, entropy - aim),
         }
+
         if self.with_diagnostics:
             losses |= {"alpha": self.alpha, "entropy": masked_mean(entropy, inputs.mask)}
         return nest(losses | value_losses)
@@ -370,14 +402,21 @@ class SACLoss(SoftActorCritic):
     ) -> dict[str, Tensor]:
         if self.value_network is None:
             return {}
+
         with torch.no_grad():
             delayed = self.target_actor_network
             critics = self.target_qvalue_network
-            critics = self.qvalue_network if critics is None else critics
-            with_action = work if delayed is None else shallow_copy(work)
+            if critics is None:
+                critics = self.qvalue_network
+            if delayed is None:
+                with_action = work
+            else:
+                with_action = shallow_copy(work)
+
             if delayed is not None:
                 dist = distribution(delayed, with_action)
             target = self._soft_value(dist, with_action, critics, alpha)
+
         read = work.detach() if self.separate_losses else work
         with self._detach_shared(self.value_network):
             value = self._state_value(self.value_network, read)
@@ -403,6 +442,7 @@ class SACLoss(SoftActorCritic):
         """Return a shallow copy of the batch with a new action, and its log-probability ``[*B]``."""
         copy = shallow_copy(work)
         actions = self.keys_of("action")
+
         log_probs = []
         for key, part in components(dist).items():
             if not part.has_rsample:
@@ -410,6 +450,7 @@ class SACLoss(SoftActorCritic):
                     f"SACLoss needs actions that gradients flow through, but {type(part).__name__} has no "
                     "rsample: for discrete actions use DiscreteSACLoss"
                 )
+
             action, log_prob, _ = draw(part)
             if key is None:
                 place = actions[0]
@@ -417,6 +458,7 @@ class SACLoss(SoftActorCritic):
                 place = part_key(key, actions, self.actor_network)
             set_entry(copy, place, action)
             log_probs.append(joint(log_prob, work))
+
         # parts of an action are independent: their log-probabilities add up
         return copy, reduce(torch.add, log_probs)
 
@@ -426,6 +468,7 @@ class SACLoss(SoftActorCritic):
     ) -> tuple[Tensor, Tensor]:
         (with_action, log_prob) = self._sample_action(dist, work)
         critics = self.qvalue_network
+
         # gradients flow through the critics into the action, but not into the critics' parameters
         if torch.compiler.is_compiling():
             value = self.minimum_value(
@@ -434,6 +477,7 @@ class SACLoss(SoftActorCritic):
         else:
             with frozen(parameters_and_buffers(critics)[0]):
                 value = self.minimum_value(critics, with_action)
+
         return alpha * log_prob - value, log_prob
 
     @override
@@ -447,7 +491,9 @@ class SACLoss(SoftActorCritic):
                 leaves = [action]
             else:
                 leaves = action.values(True, True)
+
             dims += sum(leaf.numel() for leaf in leaves) // rows
+
         return -float(dims)
 
 

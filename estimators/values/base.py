@@ -147,6 +147,7 @@ def stream_from(options: EstimatorOptions) -> tuple[bool, int | None]:
         raise ValueError(f"shifted must be True or False, got {shifted!r}")
     if single_call is not None and shifted and not single_call:
         raise ValueError(f"single_call is another name for shifted, got {single_call} and {shifted}")
+
     shifted = shifted or bool(single_call)
     budget = options.get("shifted_budget")
     if budget is not None and whole_number("shifted_budget", budget) and not shifted:
@@ -236,17 +237,23 @@ class ValueEstimator(TensorDictModuleBase):
         for name in options:
             if name not in EstimatorOptions.__annotations__:
                 raise TypeError(f"ValueEstimator.__init__() got an unexpected keyword argument {name!r}")
+
         require_critic("value_network", value_network)
         self.value_network = value_network
+
+        skip_existing = False if options.get("skip_existing") is None else options.get("skip_existing")
         flags(
             average_rewards=average_rewards,
             differentiable=options.get("differentiable", False),
-            skip_existing=False if options.get("skip_existing") is None else options.get("skip_existing"),
+            skip_existing=skip_existing,
             check_finite=options.get("check_finite", False),
         )
+
         keys = ("group_key", "advantage_key", "value_target_key", "value_key")
         need_keys(optional=True, **{name: options.get(name) for name in keys})
-        self.chunks, self.shifted, self.shifted_budget = chunks_from(options), *stream_from(options)
+
+        self.chunks = chunks_from(options)
+        self.shifted, self.shifted_budget = stream_from(options)
         self.differentiable = bool(options.get("differentiable", False))
         self.skip_existing = bool(options.get("skip_existing"))
         self.check_finite = options.get("check_finite", False)
@@ -258,13 +265,16 @@ class ValueEstimator(TensorDictModuleBase):
         self.group_key = options.get("group_key")
         self.time_dim = options.get("time_dim")
         self.reward_scale = options.get("reward_scale")
+
         if self.group_key is not None and not (standardize or average_rewards):
             raise ValueError(
                 f"group_key={self.group_key!r} names the groups in which advantages or rewards are "
                 "standardised: request that as well (average_gae=True, average_adv=True or "
                 "average_rewards=True)"
             )
+
         self.number("gamma", gamma, options.get("device"))
+
         self._warn_once = WarnOnce()
         self._warn_of_order = WarnOnce()
         self._calls = 0
@@ -280,14 +290,20 @@ class ValueEstimator(TensorDictModuleBase):
         if not isinstance(x, Tensor) or x.numel() == 1:
             setattr(self, name, unit_interval(name, x))
             return
+
         dense_tensor(name, x)
         if not x.numel():
             raise ValueError(
                 f"{name} must be a number or one per row, got an empty tensor of shape {tuple(x.shape)}"
             )
+
         for bound in x.aminmax():
             unit_interval(name, bound)
-        self.register_buffer(name, x if device is None else x.to(torch_device("device", device)))
+        if device is None:
+            column = x
+        else:
+            column = x.to(torch_device("device", device))
+        self.register_buffer(name, column)
 
     def set_keys(self, **keys: NestedKey | None) -> None:
         """Change the keys of entries that the estimator reads or writes.
@@ -306,11 +322,13 @@ class ValueEstimator(TensorDictModuleBase):
         self.places = {k: under_next(x) if k in _UNDER_NEXT else x for k, x in self.tensor_keys.items()}
         network = self.value_network
         value = self.tensor_keys["value"]
+
         #: The network for which the keys below are cached, and its inputs.
         if network is None:
             self._inputs = None
         else:
             self._inputs = NetworkInputs.of(network, self.tensor_keys["is_init"])
+
         observed: list[Any] = [] if network is None else list(network.in_keys)
         values: list[Any] = [value, next_key(value)]
         read: list[Any] = [*observed, *map(next_key, observed)] or list(values)
@@ -381,6 +399,7 @@ class ValueEstimator(TensorDictModuleBase):
         if valid is not None or self.shifted or stale:
             everywhere = torch.ones(tensordict.batch_size, dtype=torch.bool, device=target.device)
             written[valid_key] = everywhere if valid is None else valid
+
         for key, column in written.items():
             set_entry(tensordict, key, column)
         return tensordict
@@ -420,36 +439,39 @@ class ValueEstimator(TensorDictModuleBase):
         last = batch.batch_dims - 1
         if last < 0:
             raise ValueError("the batch must have at least one batch dimension (time), got batch size []")
-        time_dim = self.time_dim if time_dim is None else time_dim
+
         if time_dim is None:
-            if "time" in batch.names:
-                time_dim = batch.names.index("time")
-            else:
-                time_dim = last
+            time_dim = self.time_dim
+        if time_dim is None:
+            time_dim = batch.names.index("time") if "time" in batch.names else last
         if not (isinstance(time_dim, int) and -last - 1 <= time_dim <= last):
             raise ValueError(f"time_dim must name a batch dim of {tuple(batch.batch_size)}, got {time_dim!r}")
         dim = time_dim % (last + 1)
+
         series = batch
         chunks = self.chunks
         factors = {name: getattr(self, name) for name in self.factor_names}
+
         if dim != last:
             shape = require(batch, self.places["reward"], REWARD).shape
             if shape == batch.batch_size:
                 shape = torch.Size([*shape, 1])
+
             for name, x in factors.items():  # factors are in the caller's order as well
                 if isinstance(x, Tensor) and x.ndim:
                     factors[name] = factor_over(name, x, shape, last + 1).transpose(dim, last)
+
             chunks = chunks.transposed(last + 1, dim, last)
             series = batch.transpose(dim, last)
-            if next_value is None:
-                next_value = None
-            else:
+            if next_value is not None:
                 next_value = next_value.transpose(dim, last)
+
         grad = self.differentiable and torch.is_grad_enabled()
         mask_key = self.places["mask"]
         if get_entry(series, mask_key) is not None:
             read: list[Any] = [key for key in self.in_keys if key != self.places["reward"]]
             series = zero_padding(series, mask_key, read)
+
         with torch.set_grad_enabled(grad), set_recurrent_mode(True):
             arguments = (series, factors, chunks, parameters, next_value, final)
             if is_tracing():
@@ -461,13 +483,17 @@ class ValueEstimator(TensorDictModuleBase):
                     entries: list[Any] = self.in_keys
                     blame_entries(self, series, entries, error)
                     raise
+
         if dim != last:
-            reward, advantage, target = (x.transpose(dim, last) for x in (reward, advantage, target))
-            if values.valid is None:
-                valid = None
-            else:
-                valid = values.valid.transpose(dim, last)
+            reward = reward.transpose(dim, last)
+            advantage = advantage.transpose(dim, last)
+            target = target.transpose(dim, last)
+
+            valid = values.valid
+            if valid is not None:
+                valid = valid.transpose(dim, last)
             values = Values(values.value.transpose(dim, last), values.next_value.transpose(dim, last), valid)
+
         if self.check_finite:
             observed: list[Any] = [] if self.value_network is None else list(self.value_network.in_keys)
             check_finite(batch, observed, reward, values.value, values.next_value)
@@ -486,6 +512,7 @@ class ValueEstimator(TensorDictModuleBase):
         keys = self.places
         network = self.value_network
         dims = batch.batch_dims
+
         reward: Tensor = require(batch, keys["reward"], REWARD)
         if not reward.is_floating_point():
             key = keys["reward"]
@@ -494,6 +521,8 @@ class ValueEstimator(TensorDictModuleBase):
             reward = reward.unsqueeze(-1)
         if self.reward_scale is not None:
             reward = self.reward_scale.scaled(reward)
+
+        # Where runs end, and which next observations are unknown.
         names = {"is_init_key": "is_init", "done_key": "done", "traj_key": "traj_ids", "mask_key": "mask"}
         ends = run_ends(batch, **{argument: keys[name] for argument, name in names.items()})
         at = Boundaries(ends, marker(batch, keys["terminated"]), None)
@@ -501,19 +530,26 @@ class ValueEstimator(TensorDictModuleBase):
             at = _with_unknown(batch, at, refuse=self.bootstrap_missing == "error")
         if ends.is_cpu and not is_tracing():  # on a device the values are not ready yet
             self._check_order(batch, at, factors)
-        if next_value is not None and next_value.shape == batch.batch_size:
-            next_value = next_value.unsqueeze(-1)
-        if next_value is not None and next_value.shape != reward.shape:
-            raise ValueError(
-                f"next_value must have the reward's shape {tuple(reward.shape)}, got {tuple(next_value.shape)}"
-            )
+
+        # The values of the rows and of the next ones.
+        if next_value is not None:
+            if next_value.shape == batch.batch_size:
+                next_value = next_value.unsqueeze(-1)
+            if next_value.shape != reward.shape:
+                raise ValueError(
+                    f"next_value must have the reward's shape {tuple(reward.shape)}, got {tuple(next_value.shape)}"
+                )
+
+        steps = get_entry(batch, keys["steps_to_next_obs"])
         if next_value is not None and not self.target_needs_value:
             values = Values(next_value, zeroed(next_value, at.terminated))
         else:
             if network is not None and (self._inputs is None or self._inputs.module is not network):
                 self.set_keys()  # the network was replaced and may read other entries
+
+            reader = None if network is None else self._inputs
             values_of = ValueInputs(
-                network=None if network is None else self._inputs,
+                network=reader,
                 value_key=self.tensor_keys["value"],
                 batch=batch,
                 at=at,
@@ -523,45 +559,40 @@ class ValueEstimator(TensorDictModuleBase):
                 skip_existing=self.skip_existing,
                 final=final,
                 parameters=parameters,
-                n_step=get_entry(batch, keys["steps_to_next_obs"]) is not None,
+                n_step=steps is not None,
                 warn=self._warn_once,
             )
             values = state_values(values_of, next_value)
+
         if values.value.shape != reward.shape or values.next_value.shape != reward.shape:
-            if values.value.shape == reward.shape:
-                column = values.next_value
-            else:
-                column = values.value
-            if network is None:
-                words = "the batch must hold"
-            else:
-                words = "value_network must write"
+            column = values.next_value if values.value.shape == reward.shape else values.value
+            writer = "the batch must hold" if network is None else "value_network must write"
             raise ValueError(
-                f"{words} values of the reward's shape {tuple(reward.shape)}, got {tuple(column.shape)}"
+                f"{writer} values of the reward's shape {tuple(reward.shape)}, got {tuple(column.shape)}"
             )
 
-        # Excluded rows, standardised rewards, n-step discounts.
+        # The rows that count; a run stops before one that does not.
         valid = values.valid
         if at.unknown is not None and self.bootstrap_missing == "mask":
             valid = mask_and(valid, ~at.unknown)
-        if valid is not None:  # runs stop before an excluded row
+        if valid is not None:
             ends = ends.clone()
             ends[..., :-1] |= ~valid[..., 1:]  # where row t + 1 does not count
-        counted = valid  # the rows whose moments are computed; None for all
+
+        # The rows whose moments are computed; None for all.
+        counted = valid
         if (self.standardize or self.average_rewards) and get_entry(batch, keys["mask"]) is not None:
             counted = mask_and(marker(batch, keys["mask"]), valid)
-        steps = get_entry(batch, keys["steps_to_next_obs"])
-        if steps is not None:  # the discount over all steps of an n-step row
+
+        # The discount over all steps of an n-step row: a reward over k rows is discounted k times.
+        if steps is not None:
             spanned = flat_column(steps, batch, keys["steps_to_next_obs"]).to(reward.dtype)
             gamma = torch.as_tensor(factors["gamma"], dtype=reward.dtype, device=reward.device)
             if gamma.ndim:
                 gamma = factor_over("gamma", gamma, reward.shape, dims)
-            # one power per row: a reward over k rows is discounted k times
             factors["gamma"] = gamma ** broadcast_like(spanned, reward)
-        if self.average_rewards:
-            discounted = self._standardize(batch, reward, counted)
-        else:
-            discounted = reward
+
+        discounted = self._standardize(batch, reward, counted) if self.average_rewards else reward
         inputs = EstimatorInputs(
             batch=batch,
             at=at,
@@ -575,12 +606,14 @@ class ValueEstimator(TensorDictModuleBase):
             chunks=chunks,
         )
         advantage, target = self.estimate(inputs)
+
         if self.standardize:
             advantage = self._standardize(batch, advantage, counted)
         if valid is not None:  # an excluded row has advantage 0 and its own value as the target
             rows = broadcast_like(valid, reward)
             advantage = advantage.masked_fill(~rows, 0.0)
             target = torch.where(rows, target, values.value)
+
         return reward, advantage, target, Values(values.value, values.next_value, valid)
 
     def _check_order(self, batch: TensorDictBase, at: Boundaries, factors: dict[str, float | Tensor]) -> None:
@@ -591,8 +624,10 @@ class ValueEstimator(TensorDictModuleBase):
         self._calls += 1
         if self._calls > 4 and self._calls % 16:
             return
+
         keys = self.places
         inputs = self._inputs
+
         # With a single stream, the next value of a row comes from the next row.
         stream = self.shifted or (
             inputs is not None
@@ -600,6 +635,7 @@ class ValueEstimator(TensorDictModuleBase):
         )
         if not (self.sums_along or stream):
             return
+
         lmbda = factors.get("lmbda")
         if self.sums_along and not (isinstance(lmbda, float) and lmbda == 0.0):
             check_runs(batch, at, keys["done"], self._warn_of_order)
@@ -628,6 +664,7 @@ def _with_unknown(batch: TensorDictBase, at: Boundaries, *, refuse: bool) -> Bou
             "value of the row's own observation) or 'mask' (leave the rows out), or collect from an env "
             "that reports final observations"
         )
+
     return Boundaries(at.ends, at.terminated, unknown)
 
 
@@ -649,6 +686,7 @@ def check_finite(
     ):
         if bool(column.isfinite().all()):
             continue
+
         bad_rows = ~column.isfinite().reshape(*batch.batch_size, -1).all(-1)
         row = tuple(int(i) for i in torch.nonzero(bad_rows)[0])
         numbers: list[float] = column[row].reshape(-1).tolist()
@@ -656,13 +694,17 @@ def check_finite(
         named = row[0] if len(row) == 1 else row
         if not words:
             raise ValueError(f"the reward of row {named} is {shown}")
+
         entries = {key: batch.get(key, None) for key in read}
         bad = [key for key, x in entries.items() if x is not None and not bool(x[row].isfinite().all())]
         if bad:
             of_input = f"{bad[0]!r} is not finite there"
         else:
             of_input = "the inputs of value_network are finite there"
-        raise ValueError(
-            f"the value of the {words} of row {named} is {shown}, and {of_input}: "
-            + ("fix the data" if bad else "value_network has diverged, or divides by zero")
-        )
+
+        if bad:
+            way_out = "fix the data"
+        else:
+            way_out = "value_network has diverged, or divides by zero"
+
+        raise ValueError(f"the value of the {words} of row {named} is {shown}, and {of_input}: " + way_out)

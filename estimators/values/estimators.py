@@ -117,6 +117,7 @@ class GAE(ValueEstimator):
                 gamma, gamma * lmbda, reward, value, next_value, terminated, ends, longest=shape[time]
             )
             return scanned[0].view(shape), scanned[1].view(shape)
+
         values = (inputs.value, inputs.next_value)
         flags = (inputs.ends, inputs.terminated)
         return generalized_advantage_estimate(gamma, lmbda, *values, inputs.reward, *flags, time_dim=time)
@@ -327,11 +328,13 @@ class VTrace(ValueEstimator):
         super().__init__(gamma=gamma, value_network=value_network, standardize=average_adv, **options)
         require_actor(actor_network)
         self.actor_network = actor_network
+
         for name, threshold in (("rho_thresh", rho_thresh), ("c_thresh", c_thresh)):
             if not isinstance(threshold, Tensor) or threshold.is_meta:
                 number(name, threshold, least=0)
             elif not bool((dense_tensor(name, threshold) >= 0.0).all()):
                 raise ValueError(f"{name} must be at least 0, got {threshold}")
+
         self.rho_thresh = rho_thresh
         self.c_thresh = c_thresh
         self.set_keys()
@@ -363,6 +366,7 @@ class VTrace(ValueEstimator):
         log_mu = reduce(torch.add, [joint(part, batch) for part in parts])
         log_pi, log_mu = (broadcast_like(x, inputs.reward) for x in (self._log_prob(inputs), log_mu))
         columns = (inputs.value, inputs.next_value, inputs.reward, inputs.ends, inputs.terminated)
+
         # thresholds of the weights of the row's own residual (rho) and of the trace after it (c)
         gamma, rho, c = (inputs.factors[name] for name in self.factor_names)
         return vtrace_advantage_estimate(gamma, log_pi, log_mu, *columns, rho, c, inputs.time_dim)
@@ -379,12 +383,15 @@ class VTrace(ValueEstimator):
         ends = inputs.at.ends.reshape(-1)
         chunks = inputs.chunks
         stops = None
+
         if actor.recurrent:
             columns[is_init] = starts_from(ends).unsqueeze(-1)
             if not chunks.whole:  # a recurrent network must see each run in one chunk
                 stops = run_stops(ends)
+
         # Rows per index of the dim that is split: all batch dims are flattened here.
         each = len(ends) // max(batch.shape[chunks.along(dims)], 1)
+
         log_probs = []
         for start, stop in chunks.spans(len(ends), stops, each=each):
             part = TensorDict({key: column[start:stop] for key, column in columns.items()}, [stop - start])
@@ -395,13 +402,14 @@ class VTrace(ValueEstimator):
                 else:
                     key = part_key(key, actions, self.actor_network)
                 action = flat_rows(require(batch, key, ACTION), dims)[start:stop]
+
                 base = get_entry(batch, base_sample_key(key))
-                if base is None:
-                    base = None
-                else:
+                if base is not None:
                     base = flat_rows(base, dims)[start:stop]
                 of_parts.append(joint(log_prob_of(dist, action, base, self._warn_once), part))
+
             log_probs.append(reduce(torch.add, of_parts))
+
         return torch.cat(log_probs).view(batch.batch_size)
 
 
@@ -440,9 +448,11 @@ def name_of(kind: str | type[ValueEstimator]) -> str:
     """
     if isinstance(kind, str):
         return one_of("value_type", str(ValueEstimators.__members__.get(kind, kind)), tuple(_CLASSES))
+
     for name, known in _CLASSES.items():
         if kind is known:
             return name
+
     raise ValueError(f"value_type must be a name in ValueEstimators or one of its classes, got {kind!r}")
 
 
@@ -459,6 +469,7 @@ def make_estimator(
                 f"this {type(kind).__name__} already has its arguments: leave out {', '.join(arguments)}"
             )
         return cast(ValueEstimator, kind)
+
     is_own = isinstance(kind, type) and issubclass(kind, ValueEstimator)
     chosen: Any = kind if is_own else _CLASSES[name_of(cast(str, kind))]
     known = inspect.signature(chosen).parameters
@@ -467,6 +478,7 @@ def make_estimator(
             f"this loss has no critic_network: give {chosen.__name__} a value_network=, or write the advantage "
             "into the batch yourself, e.g. with reward2go"
         )
+
     made: ValueEstimator = chosen(
         **{name: x for name, x in {**_DEFAULTS, **networks}.items() if name in known} | arguments
     )

@@ -78,6 +78,7 @@ class Chunks:
                 "pass value_chunk_size (rows per chunk) or num_chunks (number of chunks), not both: "
                 f"got {self.size} and {self.number}"
             )
+
         for name, n in (("value_chunk_size", self.size), ("num_chunks", self.number)):
             if n is not None:
                 whole_number(name, n)
@@ -112,6 +113,7 @@ class Chunks:
             for start in range(first, max(rows, first + 1), size):  # an empty batch gives one empty chunk
                 yield start, min(start + size, rows)
             return
+
         bounds = stops.tolist()
         start = first
         at = 0
@@ -149,6 +151,7 @@ class NetworkInputs:
         """Determine the inputs from the network's in_keys and out_keys, and from its recurrent modules."""
         read: list[NestedKey] = list(network.in_keys)  # pyright: ignore[reportAssignmentType]
         written = set(network.out_keys)
+
         # An entry that it reads, and writes under "next", is a state and not an observation.
         states = tuple(key for key in read if next_key(key) in written)
         observed = tuple(key for key in read if key not in states and key != is_init_key)
@@ -249,6 +252,7 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
     batch = inputs.batch
     network = inputs.network
     value = None
+
     if network is None:
         value = require(batch, inputs.value_key)
         if next_value is None:
@@ -257,9 +261,11 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
         value = batch.get(inputs.value_key, None)
         if next_value is None:
             next_value = batch.get(next_key(inputs.value_key), None)
+
     if value is not None and next_value is not None:
         return Values(value, zeroed(next_value, inputs.at.terminated))
     assert network is not None
+
     # The observations in the batch. Keys missing under "next" may be in final.
     root = {key: require(batch, key) for key in network.observed}
     next_columns = [get_entry(batch, key) for key in network.next_observed]
@@ -270,6 +276,7 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
         from_final = read_final(inputs.final, absent, wanted="the collector.final of this batch")
     if next_value is None and not (absent or inputs.shifted or network.recurrent):
         return _row_by_row(inputs, network, root, following, value)
+
     observations = _flatten(inputs, network, root, following, from_final)
     if next_value is not None:  # rows only: the stream has no insertions
         stream = Appended(torch.zeros(0, dtype=torch.int64), inputs.at.ends.numel())
@@ -277,12 +284,14 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
         return Values(
             value.reshape(*batch.batch_size, *value.shape[1:]), zeroed(next_value, inputs.at.terminated)
         )
+
     if inputs.n_step:
         raise ValueError(
             "n-step rows are followed by an observation several rows later, so one call over the rows (shifted=True, "
             "a recurrent value_network, a batch without next observations) has no value for it: evaluate "
             "before the n-step transform, or use shifted=False with a network that reads one row at a time"
         )
+
     following_parameters = inputs.parameters.following
     if following_parameters is None:
         return _over_stream(inputs, observations, inputs.parameters.now, value)
@@ -291,6 +300,7 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
             "shifted=True takes the values of the rows and of the next ones from one call, so from one set "
             "of parameters: leave target_params out, or shifted=True"
         )
+
     if value is None:  # the stream twice, once with each set of parameters
         value = _over_stream(inputs, observations, inputs.parameters.now, None).value
     return Values(value, _over_stream(inputs, observations, following_parameters, None).next_value)
@@ -306,6 +316,7 @@ def _row_by_row(
     at = inputs.at
     chunks = inputs.chunks
     now = inputs.parameters.now
+
     if inputs.parameters.following is None:
         then = now
     else:
@@ -316,25 +327,30 @@ def _row_by_row(
     if not chunks.whole or chunks.dim != 0:
         dim = chunks.along(inputs.batch.batch_dims)
         spans = chunks.spans(inputs.batch.shape[dim])
+
     # one item per chunk
     values = [] if value is None else [value]
+
     next_values = []
     for start, stop in spans:
         part = root
         after = following
         unknown = at.unknown
+
         over = at.terminated
         if stop - start != over.shape[dim]:  # not all rows at once
             chunk = (*[slice(None)] * dim, slice(start, stop))  # rows start to stop along dim
             part, after = ({key: column[chunk] for key, column in c.items()} for c in (root, following))
             unknown = None if unknown is None else unknown[chunk]
             over = over[chunk]
+
         after = {
             key: fill_missing(
                 column, part[key], unknown, partial(_warn_of_nan, inputs.warn, key, unknown, over)
             )
             for key, column in after.items()
         }
+
         # of the chunk: count is where dim 0 is split below
         count = len(over)
         shape = over.shape
@@ -345,9 +361,11 @@ def _row_by_row(
             values.append(both[:count])
             next_values.append(both[count:])
             continue
+
         if value is None:
             values.append(value_of(network.module, part, shape, inputs.value_key, now))
         next_values.append(value_of(network.module, after, shape, inputs.value_key, then))
+
     value, next_value = (c[0] if len(c) == 1 else torch.cat(c, dim) for c in (values, next_values))
     return Values(value, zeroed(next_value, at.terminated))
 
@@ -364,22 +382,40 @@ def _flatten(
             "final has no entry 'row', the rows of the batch that its next observations follow: pass "
             "collector.final as it came with the batch"
         )
+
     columns = {key: flat_rows(column, dims) for key, column in root.items()}
     starts = None
+
     # For recurrent modules the computed boundaries, not the markers of the batch, say where runs start.
     if network.recurrent:
         starts = starts_from(inputs.at.ends.reshape(-1)).unsqueeze(-1)
         states = {key: batch.get(key, None) for key in network.states}
         columns |= {key: flat_rows(column, dims) for key, column in states.items() if column is not None}
         columns[network.is_init_key] = starts
+
+    if final is not None and next_final:
+        final_row = final.row
+    else:
+        final_row = None
+
+    if inputs.at.unknown is None:
+        unknown = None
+    else:
+        unknown = inputs.at.unknown.reshape(-1)
+
+    if starts is None:
+        marked = None
+    else:
+        marked = (network.is_init_key, starts)
+
     return Observations(
         root=columns,
         next={key: flat_rows(column, dims) for key, column in following.items()},
         final=next_final,
-        final_row=final.row if final is not None and next_final else None,
+        final_row=final_row,
         nowhere=[key for key in root if key not in following and key not in next_final],
-        unknown=None if inputs.at.unknown is None else inputs.at.unknown.reshape(-1),
-        starts=None if starts is None else (network.is_init_key, starts),
+        unknown=unknown,
+        starts=marked,
     )
 
 
@@ -394,6 +430,7 @@ def _over_stream(
     first = 0
     known = []
     stream: Appended | Interleaved
+
     if inputs.shifted and inputs.shifted_budget is not None:
         stream = Budgeted.of(at.bootstrapped.reshape(-1, at.ends.shape[-1]), inputs.shifted_budget)
         valid = stream.valid.view(at.ends.shape)
@@ -409,15 +446,22 @@ def _over_stream(
             if value is not None:  # only the inserted places remain to be evaluated
                 first = count
                 known = [flat_rows(value, inputs.batch.batch_dims)]
+
     evaluated = _values_at_places(inputs, observations, stream, parameters, first)
     # The values at the places of the rows, and at the place after each.
-    now, next_value = stream.split(torch.cat([*known, evaluated]) if known else evaluated)
+    if known:
+        all_values = torch.cat([*known, evaluated])
+    else:
+        all_values = evaluated
+    now, next_value = stream.split(all_values)
     shape = (*inputs.batch.batch_size, *now.shape[1:])
     now = now.reshape(shape)
     next_value = next_value.reshape(shape)
     if valid is not None:  # a row without a place has the value of another row
         now = torch.where(broadcast_like(valid, now), now, 0.0)
-    return Values(now if value is None else value, zeroed(next_value, at.terminated), valid)
+    if value is None:
+        value = now
+    return Values(value, zeroed(next_value, at.terminated), valid)
 
 
 def _values_at_places(
@@ -431,13 +475,16 @@ def _values_at_places(
     assert inputs.network is not None
     chunks = inputs.chunks
     ends = inputs.at.ends.reshape(-1)
+
     # A recurrent network must see each run in one chunk.
     if inputs.network.recurrent and not chunks.whole:
         stops = stream.stops(ends)
     else:
         stops = None
+
     # Rows per index of the dim that is split: all batch dims are flattened here.
     each = len(ends) // max(inputs.batch.shape[chunks.along(inputs.batch.batch_dims)], 1)
+
     # one item per chunk
     module = inputs.network.module
     key = inputs.value_key
@@ -445,6 +492,7 @@ def _values_at_places(
     for start, stop in chunks.spans(stream.places, stops, each=each, first=first):
         columns = _columns_at_places(inputs, observations, stream, start, stop)
         values.append(value_of(module, columns, torch.Size([stop - start]), key, parameters))
+
     if len(values) == 1:
         return values[0]
     return torch.cat(values)
@@ -458,22 +506,27 @@ def _columns_at_places(
         count = stream.count  # place count + k holds the observation after row after[k]
         if stop <= count:
             return {key: column[start:stop] for key, column in observations.root.items()}
+
         after = stream.after[max(start - count, 0) : stop - count]
         inserted = next_observations(inputs, observations, after)
         if start >= count:  # only inserted places
             return {
                 key: inserted[key] if key in inserted else c[after] for key, c in observations.root.items()
             }
+
         return {
             key: torch.cat([c[start:], inserted[key].to(c.dtype) if key in inserted else c[after]])
             for key, c in observations.root.items()
         }
+
     rows = stream.source[start:stop]
     columns = {key: column.index_select(0, rows) for key, column in observations.root.items()}
     if isinstance(stream, Budgeted):  # static shapes: looked up for all places, used for the inserted ones
         return columns | next_observations(inputs, observations, rows, stream.inserted[start:stop])
+
     assert stream.after is not None
     places = stream.position[stream.after] + 1  # of the inserted observations, ascending
+
     # range of the inserted places in this chunk
     low = 0
     high = len(places)
@@ -498,19 +551,27 @@ def next_observations(
         hidden = None
     else:
         hidden = observations.unknown[rows]
+
     if chosen is not None:
         hidden = ~chosen if hidden is None else hidden | ~chosen
     # Sources of next observations: columns by key, the index of each row in them, and the rows for which they
     # are invalid.
     sources = [(observations.next, rows, hidden)]
+
     if observations.final_row is not None and len(observations.final_row):
         place, missing = _places_in_final(observations.final_row, rows)
-        sources.append((observations.final, place, missing if hidden is None else hidden | missing))
+        if hidden is None:
+            needed = missing
+        else:
+            needed = hidden | missing
+        sources.append((observations.final, place, needed))
+
     for source, place, lost in sources:
         for key, column in source.items():
             own = observations.root[key].index_select(0, rows)
             warn = partial(_warn_of_nan, inputs.warn, key, lost, None)
             columns[key] = fill_missing(column.index_select(0, place).to(own.dtype), own, lost, warn)
+
     if observations.starts is not None:  # an inserted place continues the previous run, so it is not a start
         key, starts = observations.starts
         start = starts.index_select(0, rows)
@@ -529,12 +590,14 @@ def _check_known(inputs: ValueInputs, observations: Observations, rows: Tensor) 
                 f"final has no next observation for row {int(rows[missing][0])}, which ends a run without "
                 "terminating: final must be the one that came with this batch, rows in the same order"
             )
+
     if observations.nowhere and len(rows):
         key = observations.nowhere[0]
         if inputs.final is None:
             lost = "no final= came with it"
         else:
             lost = "final= holds none"
+
         inputs.warn(
             f"the batch has no entry {next_key(key)!r} and {lost}: at the end of each run that is not "
             f"terminated the value of the row's own {key!r} is used as the next value. For exact values pass "
@@ -570,9 +633,11 @@ def fill_missing(
             bad = column.isnan()
             if asked and warn is not None:
                 warn(bad)
+
     if hidden is not None:
         rows = broadcast_like(hidden, column)
         bad = rows if bad is None else bad | rows
+
     if bad is None:
         return column
     return torch.where(bad, root, column)
@@ -589,7 +654,13 @@ def _warn_of_nan(
         silent = hidden
     else:
         silent = hidden | over
-    rows = nan.reshape(*(nan.shape[:1] if silent is None else silent.shape), -1).any(-1)
+
+    if silent is None:
+        shape = nan.shape[:1]
+    else:
+        shape = silent.shape
+    rows = nan.reshape(*shape, -1).any(-1)
+
     rows = rows if silent is None else rows & ~silent
     if bool(rows.any()):
         warn(
@@ -612,7 +683,11 @@ def value_of(
     value has no trailing dim.
     """
     # The parameters replace the network's own only during the call.
-    with nullcontext() if parameters is None else parameters.to_module(network):
+    if parameters is None:
+        weights = nullcontext()
+    else:
+        weights = parameters.to_module(network)
+    with weights:
         out = call_network(network, TensorDict(dict(columns), batch_size=shape))
     value: Tensor | None = out.get(value_key, None)
     if value is None:

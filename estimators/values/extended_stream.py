@@ -62,7 +62,9 @@ def run_stops(ends: Tensor, position: Tensor | None = None, places: int | None =
     """
     first = true_indices(ends[:-1]) + 1  # the first row of every run except the first
     first = first if position is None else position[first]
-    return torch.cat([first, first.new_tensor([len(ends) if places is None else places])])
+    if places is None:
+        places = len(ends)
+    return torch.cat([first, first.new_tensor([places])])
 
 
 @dataclass(frozen=True)
@@ -168,10 +170,12 @@ class Budgeted(Interleaved):
         count, time = bootstrapped.shape
         length = time + budget
         moves = bootstrapped.long()
+
         # Place of each row within its series: its index plus the number of places inserted before it.
         slot = torch.arange(time, device=bootstrapped.device) + moves.cumsum(-1) - moves
         valid = slot + 1 < length
         row = torch.arange(count * time, device=bootstrapped.device).view(count, time)
+
         # Scattered into length + 1 columns: rows without a place go to the last column, which is dropped.
         dropped = torch.full_like(slot, length)
         source = row[:, -1:].repeat(1, length + 1)
@@ -179,6 +183,7 @@ class Budgeted(Interleaved):
         behind = torch.where(bootstrapped & valid, slot + 1, dropped)
         source.scatter_(1, behind, row)
         inserted = torch.zeros_like(source, dtype=torch.bool).scatter_(1, behind, True)
+
         # First place of each series.
         first = length * torch.arange(count, device=bootstrapped.device).unsqueeze(-1)
         return cls(

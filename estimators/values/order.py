@@ -44,12 +44,14 @@ def check_steps(batch: TensorDictBase, at: Boundaries, step_key: NestedKey, mask
     step: Tensor | None = get_entry(batch, step_key)
     if step is None or step.numel() != at.ends.numel() or step.is_floating_point() or step.is_complex():
         return False
+
     numbers: Array = step.reshape(-1).numpy()
     last: Array = at.ends.reshape(-1).numpy()
     follows = np.equal(numbers[1:] - numbers[:-1], 1)  # whether the next row follows directly
     follows |= last[:-1]
     if follows.all():
         return True
+
     follows |= at.terminated.reshape(-1).numpy()[:-1]
     if get_entry(batch, mask_key) is not None:
         follows |= ~marker(batch, mask_key).reshape(-1).numpy()[:-1]
@@ -80,15 +82,18 @@ def check_observations(batch: TensorDictBase, at: Boundaries, observed: Sequence
     size = batch.batch_size
     if count < 2:
         return
+
     every = max((count - 1) // _PAIRS, 1)
     here: Any = slice(0, count - 1, every)
     behind: Any = slice(1, None, every)
+
     if len(size) > 1:
         numbers = np.arange(count)
         here = np.unravel_index(numbers[here], size)
         behind = np.unravel_index(numbers[behind], size)
     follows: Array = at.ends.numpy()[here]
     unequal = np.zeros_like(follows)
+
     columns = list[tuple[Tensor, Tensor]]()
     for key in observed:
         root = get_entry(batch, key)
@@ -96,6 +101,7 @@ def check_observations(batch: TensorDictBase, at: Boundaries, observed: Sequence
         if root is not None and after is not None and root.shape == after.shape and root.dtype == after.dtype:
             columns.append((root, after))
             unequal |= (_bits(after)[here] != _bits(root)[behind]).reshape(len(follows), -1).any(1)
+
     if follows[unequal].all():
         return
     # Rarely reached: deltas of low precision, NaN, and errors.
@@ -105,6 +111,7 @@ def check_observations(batch: TensorDictBase, at: Boundaries, observed: Sequence
     followed = torch.stack([follow(root[rows], after[rows], root[rows + 1]) for root, after in flat]).all(0)
     wrong = rows[~(followed | torch.from_numpy(follows))].tolist()
     searched = _SEARCHED // max(sum(root[0].nbytes for root, _ in flat), 1)
+
     for row in wrong[:4]:
         found = torch.stack([(root[:searched] == after[row]).all(1) for root, after in flat]).all(0)
         if bool(found.any()):
@@ -120,6 +127,7 @@ def check_runs(
     count = at.ends.numel()
     if count < _FEW or 10 * int(np.count_nonzero(at.ends.numpy())) < 9 * count:
         return
+
     single = at.ends & ~at.terminated
     if get_entry(batch, done_key) is not None:
         single &= ~marker(batch, done_key)
@@ -133,7 +141,12 @@ def check_runs(
 def _bits(column: Tensor) -> Array:
     """Return the column as an array for bitwise comparison: NumPy has no bfloat16."""
     column = column.detach()
-    array: Array = (column.view(torch.int16) if column.dtype is torch.bfloat16 else column).numpy()
+    if column.dtype is torch.bfloat16:
+        bits = column.view(torch.int16)
+    else:
+        bits = column
+    array: Array = bits.numpy()
+
     return array
 
 

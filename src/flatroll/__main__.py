@@ -29,7 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments after the program name. Default: ``sys.argv[1:]``.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        argv = sys.argv[1:]
+    words = list(argv)
+
     try:
         if words[:1] == ["demo"]:  # the program parses its own arguments, including --help
             from flatroll.examples.report import demo
@@ -123,6 +126,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     path: Path = arguments.path
     if not (path / "meta.json").is_file():
         return run_inspect_folder(arguments)
+
     from tensordict import TensorDict
 
     from flatroll import layout
@@ -132,10 +136,12 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     except RuntimeError as error:
         if "pickle" not in str(error):
             raise
+
         raise CommandError(
             f"{path} has pickled entries, which can run code chosen by their author: if you trust them, load them with "
             "TensorDict.load_memmap(PATH, allow_pickle=True) and call flatroll.layout.describe"
         ) from None
+
     print(layout.describe(batch))
     findings = layout.audit(batch)
     if findings:
@@ -160,10 +166,12 @@ def run_inspect_folder(arguments: argparse.Namespace) -> int:
             raise CommandError(
                 f"{path} is in another library's format: flatroll.export.{reader}({str(path)!r}) reads it"
             ) from None
+
         raise CommandError(
             "PATH must be a folder of rows and versions, or a directory written by TensorDict.memmap (it holds "
             f"meta.json), got {path}: {error}"
         ) from None
+
     print(report.text)
     for line in report.damage:
         print(f"damaged: {line}")
@@ -172,12 +180,14 @@ def run_inspect_folder(arguments: argparse.Namespace) -> int:
     else:
         checked = "--verify also checks the rows"
     print(f"{len(report.damage)} damaged; {checked}")
+
     if arguments.picture is not None:
         try:
             save_picture(report, arguments.picture)
         except ValueError as error:
             raise CommandError(f"--picture {arguments.picture}: {error}") from None
         print(f"histograms saved to {arguments.picture}")
+
     if report.damage:
         return 1
     return 0
@@ -188,11 +198,13 @@ def exported_by(path: Path) -> str | None:
     files = {".parquet": "import_parquet", ".arrow": "import_arrow", ".h5": "import_h5", ".hdf5": "import_h5"}
     if path.is_file():
         return files.get(path.suffix)
+
     folders = {
         "meta/info.json": "import_lerobot",
         "metadata.json": "import_minari",
         "data/metadata.json": "import_minari",
     }
+
     return next((reader for name, reader in folders.items() if (path / name).is_file()), None)
 
 
@@ -209,6 +221,7 @@ def save_timeline(batch: TensorDictBase, file: Path) -> None:
         figure.savefig(file, bbox_inches="tight")
     except (KeyError, ValueError) as error:
         raise CommandError(f"--plot {file}: {error.args[0]}") from None
+
     print(f"timeline saved to {file}")
 
 
@@ -222,6 +235,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
     if arguments.list:
         print("\n".join(names))
         return 0
+
     commands = {name: [sys.executable, "-m", known[name]] for name in names}
     failed = [name for name, command in commands.items() if not run_and_keep(name, command, arguments.out)]
     if failed:
@@ -238,11 +252,13 @@ def run_compile(arguments: argparse.Namespace) -> int:
     begun = time.perf_counter()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # frames are read by a kernel only then
+
     try:
         use_batches()
         use_steps()
     finally:
         torch.set_num_threads(threads)
+
     print(f"compiled in {time.perf_counter() - begun:.0f} s")
     return 0
 
@@ -272,8 +288,10 @@ def use_batches() -> None:
         (CountSampler("observation"), {}, {}),
         (buffers.RandomSampler(), {}, {"writer": buffers.TensorDictMaxValueWriter(rank_key="step_count")}),
     ]
+
     critic = TensorDictModule(torch.nn.Linear(3, 1), ["observation"], ["state_value"])
     gae = estimators.GAE(gamma=0.99, lmbda=0.95, value_network=critic)
+
     with TemporaryDirectory() as folder:
         for number, (sampler, options, others) in enumerate(parts):
             storage: buffers.Storage = buffers.LazyTensorStorage(64, **options)
@@ -281,6 +299,7 @@ def use_batches() -> None:
                 storage = buffers.DiskStorage(64, f"{folder}/rows")
             buffer = buffers.ReplayBuffer(storage=storage, sampler=sampler, batch_size=16, **others)
             env = StepCounter(ScriptedVectorEnv(Script(2, lengths=[5, 9])))
+
             for batch in Collector(env, frames_per_batch=40, total_frames=160):
                 buffer.extend(batch)
                 sample = buffer.sample()
@@ -288,8 +307,10 @@ def use_batches() -> None:
                     gae(sample)
                 if isinstance(sampler, buffers.PrioritizedSampler):
                     buffer.update_priority(torch.arange(3), torch.rand(3))
+
             buffer.dumps(f"{folder}/{number}")
             buffer.loads(f"{folder}/{number}")
+
     x = torch.rand(8, 1)
     ends = torch.ones(8, 1, dtype=torch.bool)
     estimators.td_lambda_return_estimate(0.99, 0.95, x, x, ends)
@@ -313,15 +334,18 @@ def use_steps() -> None:
         goal_key="observation",
         achieved_goal_key="observation",
     )
+
     kinds: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"compact_obs": True, "frame_stack": {"observation": 2}}, {}),
         ({"compact_obs": True}, {}),
         ({}, {"transform": hindsight}),
     ]
+
     for options, others in kinds:
         storage = buffers.LazyTensorStorage(64, **options)
         buffer = buffers.ReplayBuffer(storage=storage, batch_size=8, **others)
         writer = buffer.writer_for(2, window=8)
+
         for step in range(50):
             # Frames of 8 bytes, which are compared as one 64-bit integer, as most images are.
             frames = torch.arange(step, step + 2, dtype=torch.uint8) + 7 * (step // 2)
@@ -331,16 +355,20 @@ def use_steps() -> None:
                 "reward": torch.zeros(2),
                 "terminated": torch.full((2,), step % 2 == 1),
             }
+
             writer.write({"observation": stack, "action": torch.zeros(2), "next": later})
             writer.sample(4)
             writer.read_columns([step, writer.oldest], [0, 1])
+
         buffer.sample()
+
     forest = MCTSForest()
     for action in torch.zeros(2, dtype=torch.int64), torch.zeros(2):
         seen = torch.zeros(2, dtype=action.dtype)
         rows = {"observation": seen, "action": action, "next": {"observation": seen}}
         forest.extend(TensorDict(rows, [2]))
         forest = MCTSForest()
+
     hash_words(torch.zeros(2, 1, dtype=torch.int64))
     HashedRows(1).truncate(0)
     checksum_of("xxh64", [memoryview(b"rows")])
@@ -351,6 +379,7 @@ def find_checkout() -> Path:
     for folder in (CHECKOUT, Path.cwd()):
         if (folder / "src/flatroll").is_dir() and (folder / "benchmarks").is_dir():
             return folder
+
     raise CommandError(
         "benchmarks are not part of the installed package: clone the repository, and run "
         "`python -m flatroll bench` in its folder"
@@ -371,12 +400,14 @@ def run_and_keep(name: str, command: list[str], out: Path | None) -> bool:
     """Run a command in the checkout; print its output and save it to ``out``. Return whether it succeeded."""
     print(f"== {name}", flush=True)
     begun = time.perf_counter()
+
     lines: list[str] = []
     with subprocess.Popen(command, cwd=find_checkout(), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)
             lines.append(line)
+
     print(f"== {name}: exit code {process.returncode} after {time.perf_counter() - begun:.1f} s", flush=True)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)

@@ -199,6 +199,7 @@ def import_minari(
     if rename is not None:
         expect("rename", rename, Mapping, "a dict of names or None")
     episodes = read_minari(source, infos=infos, rename=rename, leave_out=leave_out, texts=texts)
+
     return _concatenate(episodes, source)
 
 
@@ -211,6 +212,7 @@ def import_lerobot(path: str | Path) -> TensorDictBase:
 def _concatenate(parts: Iterator[TensorDict], path: Any, max_bytes: int | None = None) -> TensorDictBase:
     if max_bytes is not None:
         whole_number("max_bytes", max_bytes)
+
     found: list[TensorDict] = []
     size = 0
     try:
@@ -225,15 +227,21 @@ def _concatenate(parts: Iterator[TensorDict], path: Any, max_bytes: int | None =
     except (OSError, ValueError, TypeError, KeyError) as error:
         error.add_note(f"while {path} was read")
         raise
+
     if not found:
         raise ValueError(f"{path} has no rows")
-    return cast(TensorDictBase, TensorDict.cat(found) if len(found) > 1 else found[0])
+    if len(found) > 1:
+        batch = TensorDict.cat(found)
+    else:
+        batch = found[0]
+    return cast(TensorDictBase, batch)
 
 
 def _check_alike(parts: list[TensorDict], part: TensorDict) -> None:
     """Raise ValueError if a part has other entries, shapes or dtypes than the first one."""
     if not parts:
         return
+
     forms = []
     for one in (parts[0], part):
         columns = ((key, one.get(key)) for key in one.keys(True, True, is_leaf=is_entry))
@@ -243,6 +251,7 @@ def _check_alike(parts: list[TensorDict], part: TensorDict) -> None:
                 for key, column in columns
             }
         )
+
     first, other = forms
     if differing := [key for key in {**first, **other} if first.get(key) != other.get(key)]:
         key = differing[0]

@@ -61,6 +61,7 @@ def check_vector_env(
     problems = vector_env_problems(env, steps=steps, seed=seed, actions=actions)
     if not all(map(is_suspicion, problems)):
         raise ContractError("the env breaks the contract:\n" + "\n".join(f"- {text}" for text in problems))
+
     for text in problems:
         warnings.warn(text, UserWarning, stacklevel=2)
 
@@ -98,19 +99,23 @@ def vector_env_problems(
     seed = seed_number("seed", seed)
     if actions is not None:
         function("actions", actions, "a function of the step")
+
     try:
         vector = adapt_env(env)
     except (TypeError, ValueError) as error:
         return [f"as_vector_env refuses the env: {error}"]
+
     problems = [*_check_spaces(vector), *_check_names(vector)]
     if problems:
         return problems
+
     stream = find_stream(vector)
     seedable = stream is not None and stream.capabilities.seedable
     try:
         record, again = (play(vector, steps, seed, actions, seedable) for _ in range(2))
     except Exception as error:  # an env under test may raise anything; report it
         return [f"reset or step raised {type(error).__name__}: {error}"]
+
     problems += _check_returns(vector, record)
     problems += _check_ownership(record)
     if not problems:  # the checks below rely on the shapes
@@ -121,6 +126,7 @@ def vector_env_problems(
         problems += _check_reproduction(record, again)
         problems += _check_masked_reset(vector)
         problems += (f"{_SUSPICION}{text}" for text in _suspicions(record))
+
     problems += _check_action_count(vector)
     return problems
 
@@ -167,6 +173,7 @@ def play(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         obs, info = env.reset(seed=seed)
+
     stream = find_stream(env)
     assert stream is not None
     env.action_space.seed(seed)
@@ -175,6 +182,7 @@ def play(
     record.first_info = info
     record.obs.append(record.keep("obs", obs))
     record.starts.append(copied(stream.first))
+
     for k in range(steps):
         if actions is None:
             action = obey_masks(env.single_action_space, env.action_space.sample(), obs, info, random)
@@ -185,18 +193,22 @@ def play(
         record.starts.append(copied(stream.first))
         for name, flag in (("reward", reward), ("terminated", terminated), ("truncated", truncated)):
             getattr(record, name).append(record.keep(name, flag))
+
+        final = None
         if record.mode == AutoresetMode.SAME_STEP:
             final = info.get("final_obs")
-        else:
-            final = None
-        record.final.append(None if final is None else record.keep("info['final_obs']", final))
+        if final is not None:
+            final = record.keep("info['final_obs']", final)
+        record.final.append(final)
         record.infos.append(info)
     return record
 
 
 def copied(leaf: Array) -> npt.NDArray[Any]:
     """Return a NumPy copy of an array or tensor."""
-    return np.array(leaf.detach().cpu().numpy() if isinstance(leaf, Tensor) else leaf)
+    if isinstance(leaf, Tensor):
+        leaf = leaf.detach().cpu().numpy()
+    return np.array(leaf)
 
 
 def same(one: Tree, other: Tree) -> bool:
@@ -211,6 +223,7 @@ def _check_spaces(env: VectorEnv[Any, Any, Any]) -> Iterator[str]:
         batched = getattr(env, f"{name}_space")
         if batched != batch_space(getattr(env, f"single_{name}_space"), env.num_envs):
             yield f"{name}_space is not single_{name}_space batched {env.num_envs} times, it is {batched}"
+
     mode = env.metadata.get("autoreset_mode")
     if mode not in (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP):
         yield f"metadata['autoreset_mode'] must be NEXT_STEP or SAME_STEP after as_vector_env, it is {mode!r}"
@@ -228,16 +241,21 @@ def _check_returns(env: VectorEnv[Any, Any, Any], record: Record) -> Iterator[st
     """Check shapes, dtypes and bounds; report each fault once, with its first step."""
     seen: set[str] = set()
     shape = (env.num_envs,)
+    where = "from reset"
     for k, obs in enumerate(record.obs, -1):  # obs after step k; -1 is the reset
         faults = list(_check_tree(env.observation_space, obs, "obs"))
-        for name, dtype in _STEP_DTYPES if k >= 0 else ():
-            array = getattr(record, name)[k]
-            if array.shape != shape or array.dtype != dtype:
-                faults.append(f"{name} must be {np.dtype(dtype)} {shape}, it is {array.dtype} {array.shape}")
-        if k >= 0 and record.final[k] is not None:
-            ended = record.terminated[k] | record.truncated[k]
-            faults += _check_tree(env.observation_space, record.final[k], "info['final_obs']", ended)
-        where = f"after step {k}" if k >= 0 else "from reset"
+        if k >= 0:
+            where = f"after step {k}"
+            for name, dtype in _STEP_DTYPES:
+                array = getattr(record, name)[k]
+                if array.shape != shape or array.dtype != dtype:
+                    faults.append(
+                        f"{name} must be {np.dtype(dtype)} {shape}, it is {array.dtype} {array.shape}"
+                    )
+            if record.final[k] is not None:
+                ended = record.terminated[k] | record.truncated[k]
+                faults += _check_tree(env.observation_space, record.final[k], "info['final_obs']", ended)
+
         yield from (f"{text} (first seen {where})" for text in faults if text not in seen)
         seen.update(faults)
 
@@ -249,17 +267,16 @@ def _check_tree(
     if isinstance(space, spaces.Dict | spaces.Tuple):
         items = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
         parts: dict[Any, spaces.Space[Any]] = dict(items)
+        entries: list[Any] = []
         if isinstance(tree, tuple):
             entries = list(range(len(tree)))
-        else:
-            if isinstance(tree, dict):
-                entries = list(tree)
-            else:
-                entries = []
+        elif isinstance(tree, dict):
+            entries = list(tree)
         if set(entries) != set(parts):
             kind = type(tree).__name__
             yield f"{name} must have the entries {list(parts)} as its space says, it is {kind} {entries}"
             return
+
         for key, part in parts.items():
             yield from _check_tree(part, tree[key], f"{name}[{key!r}]", rows)
     elif tree.shape != space.shape or tree.dtype != space.dtype:
@@ -290,6 +307,7 @@ def _check_rows_after_the_end(record: Record) -> Iterator[str]:
     """Check that under NEXT_STEP the step after an episode's end only resets the row: no reward, no end."""
     if record.mode != AutoresetMode.NEXT_STEP:
         return
+
     ended = record.ended()
     for name, column in (("pays a reward", record.reward), ("ends an episode", list(ended))):
         # bool [steps - 1, E]: the row ended in step k, but step k + 1 has a reward or an end
@@ -314,6 +332,7 @@ def _check_final_observations(record: Record) -> Iterator[str]:
             "of them or in none"
         )
         return
+
     rows = np.argwhere(ended)  # (step, row) of every ended episode; obs[step + 1] came back from that step
     # Observations that never change, or have no numbers, show nothing.
     changes = any(not same(row(record.obs[k], i), row(record.obs[k + 1], i)) for k, i in rows)
@@ -341,6 +360,7 @@ def _check_infos(env: VectorEnv[Any, Any, Any], record: Record) -> Iterator[str]
             if shape != known:
                 yield f"info[{key!r}] has shape {known} in step {step} and {shape} in step {k}"
                 first[key] = shape, k
+
         faults = [text for text in _info_faults(env.num_envs, info) if text not in seen]
         yield from (f"{text} (first seen after step {k})" for text in faults)
         seen.update(faults)
@@ -354,16 +374,17 @@ def _info_faults(num_envs: int, info: dict[Any, Any]) -> Iterator[str]:
             f"info['final_info'] must be a dict with an array for each entry, it is {type(final).__name__}: the "
             "entries of last steps are lost"
         )
+
     for key, flags in info.items():
         if not isinstance(key, str) or not key.startswith("_") or key[1:] not in info:
             continue
+
         is_array = isinstance(flags, np.ndarray | Tensor)
         is_bool = is_array and str(flags.dtype).endswith("bool")
         if not is_bool or tuple(flags.shape) != (num_envs,):
+            came = type(flags).__name__
             if is_array:
                 came = f"{flags.dtype} {tuple(flags.shape)}"
-            else:
-                came = type(flags).__name__
             yield (
                 f"info[{key!r}] must be bool {(num_envs,)}, one flag for each env that has info[{key[1:]!r}], it is "
                 f"{came}"
@@ -386,15 +407,20 @@ def _mask_of(obs: Tree, info: dict[str, Any]) -> tuple[str, npt.NDArray[Any]] | 
 
     Rows of envs that returned no mask allow all actions.
     """
-    in_obs = isinstance(obs, dict) and ACTION_MASK in obs
-    mask = obs[ACTION_MASK] if in_obs else info.get(ACTION_MASK)
+    name = "info"
+    mask = info.get(ACTION_MASK)
+    told = info.get(f"_{ACTION_MASK}")
+    if isinstance(obs, dict) and ACTION_MASK in obs:
+        name = "obs"
+        mask = obs[ACTION_MASK]
+        told = None
     if not isinstance(mask, np.ndarray | Tensor) or mask.ndim != 2 or mask.dtype == object:
         return None
+
     mask = copied(mask)
-    told = None if in_obs else info.get(f"_{ACTION_MASK}")
     if told is not None:
         mask[~copied(told)] = 1
-    return f"{'obs' if in_obs else 'info'}[{ACTION_MASK!r}]", mask
+    return f"{name}[{ACTION_MASK!r}]", mask
 
 
 def obey_masks(
@@ -405,6 +431,7 @@ def obey_masks(
     found = _mask_of(obs, info)
     if not counts or found is None or found[1].shape[1] != sum(counts):
         return action
+
     # The allowed option with the highest random number; any option where none is allowed.
     numbers = random.random(found[1].shape) + (found[1] != 0)
     parts = np.split(numbers, np.cumsum(counts)[:-1], axis=1)
@@ -418,21 +445,27 @@ def _check_masks(space: spaces.Space[Any], record: Record) -> Iterator[str]:
     counts = _option_counts(space)
     if not counts:
         return
+
     ended = np.zeros_like(record.ended()[0])
+    where = "from reset"
     for k, (obs, info) in enumerate(zip(record.obs, (record.first_info, *record.infos), strict=True), -1):
-        if k >= 0 and record.mode == AutoresetMode.NEXT_STEP:
-            ended = record.terminated[k] | record.truncated[k]  # here obs is the last one of the episode
+        if k >= 0:
+            where = f"after step {k}"
+            if record.mode == AutoresetMode.NEXT_STEP:
+                ended = record.terminated[k] | record.truncated[k]  # here obs is the last one of the episode
+
         found = _mask_of(obs, info)
         if found is None:
             continue
         name, mask = found
-        where = f"after step {k}" if k >= 0 else "from reset"
+
         if mask.shape[1] != sum(counts):
             yield (
                 f"{name} must have {sum(counts)} numbers for each env, one for each option of {space}, it has "
                 f"{mask.shape[1]} (first seen {where})"
             )
             return
+
         parts = np.split(mask != 0, np.cumsum(counts)[:-1], axis=1)
         hopeless = ~np.stack([part.any(1) for part in parts], 1).all(1) & ~ended
         if hopeless.any():
@@ -444,6 +477,7 @@ def _check_masks(space: spaces.Space[Any], record: Record) -> Iterator[str]:
 def _check_reproduction(record: Record, again: Record) -> Iterator[str]:
     if not record.seeded:
         return
+
     for name in ("obs", "reward", "terminated", "truncated"):
         pairs = zip(getattr(record, name), getattr(again, name), strict=True)
         different = [k for k, (one, other) in enumerate(pairs) if not same(one, other)]
@@ -456,10 +490,15 @@ def _check_masked_reset(env: VectorEnv[Any, Any, Any]) -> Iterator[str]:
     stream = find_stream(env)
     if env.num_envs < 2 or stream is None or not stream.capabilities.partial_reset:
         return
+
     agents = stream.source.agents  # the agents of a game are reset together
-    mask = np.arange(env.num_envs) == 0 if agents is None else agents[1] == 0
+    if agents is None:
+        mask = np.arange(env.num_envs) == 0
+    else:
+        mask = agents[1] == 0
     if mask.all():
         return
+
     options = {"reset_mask": mask}
     given = mask.copy()
     obs, info = env.reset()
@@ -467,6 +506,7 @@ def _check_masked_reset(env: VectorEnv[Any, Any, Any]) -> Iterator[str]:
     action = obey_masks(env.single_action_space, env.action_space.sample(), obs, info, random)
     before = map_tree(copied, env.step(action)[0])
     after = map_tree(copied, env.reset(options=options)[0])
+
     if list(options) != ["reset_mask"] or not np.array_equal(mask, given):
         yield "reset changed the options it was given"
     if not same(map_tree(lambda leaf: leaf[~given], before), map_tree(lambda leaf: leaf[~given], after)):
@@ -486,6 +526,7 @@ def _suspicions(record: Record) -> Iterator[str]:
     """Return suspicions that the env hides or mislabels the ends of its episodes, with reasons."""
     if not record.ended().any():
         yield f"no episode ended in {len(record.reward)} steps, so no end was checked: take more steps"
+
     infinite: list[bool] = []
     for obs in record.obs:
         map_tree(lambda leaf: infinite.append(leaf.dtype.kind == "f" and bool(np.isinf(leaf).any())), obs)
@@ -506,9 +547,11 @@ def _silent_resets(record: Record) -> Iterator[str]:
     # bool [steps + 1, E]: inside the bounding box of all first observations; step lengths [steps, E]
     inside = ((obs >= starts.min(0)) & (obs <= starts.max(0))).all(-1)
     length = np.linalg.norm(np.diff(obs, axis=0), axis=-1)
+
     ordinary = ~ended & ~first[1:]
     if not ordinary.any():
         return
+
     # Compare with the median of ordinary steps, so that the env's scale does not matter.
     far = length > _JUMP * np.median(length[ordinary])
     jump = ordinary & inside[1:] & ~inside[:-1] & far
@@ -524,6 +567,7 @@ def _features(tree: Tree) -> npt.NDArray[np.float64]:
     """Return about `_FEATURES` numbers of each row, evenly spaced over its leaves: ``[E, F]``."""
     leaves: list[npt.NDArray[Any]] = []
     map_tree(lambda leaf: leaves.append(leaf.reshape(len(leaf), -1)), tree)
+
     # Every stride-th number of each leaf, rounded up, so that all leaves together give about _FEATURES.
     stride = max(1, -(-max(leaf.shape[1] for leaf in leaves) * len(leaves) // _FEATURES))
     return np.concatenate([leaf[:, ::stride].astype(np.float64) for leaf in leaves], 1)
@@ -552,6 +596,7 @@ def _one_length(record: Record) -> Iterator[str]:
             return
         elapsed = np.where(first, 0, elapsed) + 1  # int64 [E]
         lengths += elapsed[terminated].tolist()
+
     if len(lengths) >= 5 and len(set(lengths)) == 1 and lengths[0] > 1:
         yield (
             f"all {len(lengths)} episodes terminated after {lengths[0]} steps, none was truncated: "

@@ -74,6 +74,7 @@ def check_marker(
     if not problems:
         _need_same_episodes(runs, first_env=1)
         problems = _compare(runs, first_env=1)
+
     if problems:
         raise ContractError("the marker breaks its contract:\n" + "\n".join(f"- {text}" for text in problems))
 
@@ -111,17 +112,18 @@ class _Run:
                 "wrap must return an env with a flatroll.wrappers.MarkerWrapper around it, got "
                 f"{type(env).__name__}"
             )
+
         self.env = env
         self.stream = self.markers[0].stream
         if self.stream.same_step == (mode is AutoresetMode.NEXT_STEP):
             raise ValueError(
                 f"make_env must make an env in the given autoreset mode, and for {mode} it made {self.stream!r}"
             )
+
         self.rows: list[list[_Row]] = [[] for _ in range(env.num_envs)]
         self.problems: list[str] = []
-        self._kept: dict[
-            str, list[tuple[Any, npt.NDArray[Any]]]
-        ] = {}  # arrays of info, and copies made at once
+        # Arrays of info, and copies made at once.
+        self._kept: dict[str, list[tuple[Any, npt.NDArray[Any]]]] = {}
 
     def play(self, steps: int, seed: int, reset_after: int | None = None) -> "_Run":
         """Step the env; after ``reset_after`` steps, reset the first sub-env alone."""
@@ -129,6 +131,7 @@ class _Run:
         # One list of actions for each sub-env: under NEXT_STEP a sub-env makes fewer transitions in as many steps.
         self.env.action_space.seed(seed)
         plan = [self.env.action_space.sample() for _ in range(steps)]
+
         made = np.zeros(count, np.int64)
         episode = np.zeros(count, np.int64)
         step = np.zeros(count, np.int64)
@@ -139,19 +142,20 @@ class _Run:
                 if k == reset_after and count > 1 and self.stream.capabilities.partial_reset:
                     obs, info = self.env.reset(options={"reset_mask": np.arange(count) == 0})
                     now = self._read(info, "reset")
+
                 before = map_tree(copied, obs)
                 obs, reward, terminated, truncated, info = self.env.step(_take(plan, made))
                 after = self._read(info, "step")
                 if self.problems:
                     break
 
-                if self.stream.valid is None:
-                    valid = np.ones(count, bool)
-                else:
+                valid = np.ones(count, bool)
+                if self.stream.valid is not None:
                     valid = copied(self.stream.valid)
                 paid = copied(reward)
                 over = copied(terminated)
                 cut = copied(truncated)
+
                 for i in np.flatnonzero(valid):
                     columns: dict[NestedKey, npt.NDArray[Any]] = {REWARD: paid[i]}
                     for marker in self.markers:
@@ -163,6 +167,7 @@ class _Run:
                     self.rows[i].append(
                         _Row(int(episode[i]), int(step[i]), row(before, int(i)), flags, columns)
                     )
+
                 ended = valid & (over | cut)
                 made += valid
                 episode += ended
@@ -170,6 +175,7 @@ class _Run:
                 now = after
         finally:
             self.env.close()
+
         self.problems += self._changed()
         return self
 
@@ -182,19 +188,20 @@ class _Run:
             if name not in info:
                 self.problems.append(f"{place} is missing after {method}")
                 continue
+
             entry = info[name]
             is_array = isinstance(entry, np.ndarray | Tensor)
             numbers = is_array and (isinstance(entry, Tensor) or entry.dtype.kind in "biuf")
             if not numbers or tuple(entry.shape[:1]) != (self.env.num_envs,):
+                came = type(entry).__name__
                 if is_array:
                     came = f"{entry.dtype} of shape {tuple(entry.shape)}"
-                else:
-                    came = type(entry).__name__
                 self.problems.append(
                     f"{place} must be numbers with one row for each of {self.env.num_envs} envs, and is {came} after "
                     f"{method}"
                 )
                 continue
+
             found[name] = copied(entry)
             self._kept.setdefault(name, []).append((entry, found[name]))
         return found
@@ -246,16 +253,17 @@ def _compare(runs: dict[str, _Run], first_env: int = 0) -> list[str]:
                 total += 1
                 if all(same(values[0], value) for value in values[1:]):
                     continue
+
+                end = ""
                 if any(each[0].flags):
                     end = ", whose step ended the episode,"
-                else:
-                    end = ""
                 listed = ", ".join(
                     f"{value.tolist()} ({name})" for name, value in zip(runs, values, strict=True)
                 )
                 different.append(f"env {i}, episode {each[0].episode}, step {each[0].step}{end} has {listed}")
         if different:
             problems.append(f"column {key!r} differs in {len(different)} of {total} rows: {different[0]}")
+
     if problems:
         problems.append(
             "where self.stream.ended is True, obs and info of a step may be those of the next episode: "

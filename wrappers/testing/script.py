@@ -76,6 +76,7 @@ class Script:
                     f"{name} must have one list for each of the {self.num_envs} envs, got {len(rows)}"
                 )
             object.__setattr__(self, name, tuple(map(tuple, rows)))
+
         for row in self.table("lengths"):
             for length in row:
                 whole_number("lengths", length)
@@ -139,12 +140,14 @@ def encode(kind: ObsKind, env: Array, episode: Array, step: Array) -> Any:
         return encode("float32", env, episode, step), encode("discrete", env, episode, step)
     if kind == "discrete":
         return (env % 100) * 10_000 + (episode % 100) * 100 + step % 100
+
     if isinstance(step, Tensor):
         vector = torch.stack([env, episode, step], -1)
         if kind != "uint8":
             return vector.to(getattr(torch, kind))
         # [..., 3] to an image [..., 3, 2, 2] of constant planes
         return (vector % 256).to(torch.uint8)[..., None, None].expand(*vector.shape, 2, 2).clone()
+
     array = np.stack([env, episode, step], -1)
     if kind == "uint8":
         return (array % 256).astype(np.uint8)[..., None, None].repeat(2, -1).repeat(2, -2)
@@ -161,11 +164,15 @@ def decode(kind: ObsKind, obs: Tree) -> npt.NDArray[np.int64]:
         return decode("float32", obs["policy"])
     if kind == "tuple":
         return decode("float32", obs[0])
+
     array = np.asarray(obs)
     if kind == "discrete":
         # The digits of env * 10,000 + episode * 100 + step.
         return np.stack([array // 10_000, array // 100 % 100, array % 100], -1).astype(np.int64)
-    return (array[..., 0, 0] if kind == "uint8" else array).astype(np.int64)
+
+    if kind == "uint8":
+        array = array[..., 0, 0]
+    return array.astype(np.int64)
 
 
 class Clock:
@@ -174,16 +181,19 @@ class Clock:
     def __init__(
         self,
         script: Script,
-        put: Callable[
-            [npt.NDArray[Any]], Any
-        ],  # converts the NumPy working arrays, for example moves them to a device
+        # Converts the NumPy working arrays, for example moves them to a device.
+        put: Callable[[npt.NDArray[Any]], Any],
         index: int | None = None,  # the env to play; None plays all
         reuse: bool = False,  # return every observation in the same memory, as some envs do
     ) -> None:
         self.obs: ObsKind = script.obs
         self._reuse = reuse
         self._shown = None
-        self.env = put(np.arange(script.num_envs) if index is None else np.array(index))
+        if index is None:
+            self.env = put(np.arange(script.num_envs))
+        else:
+            self.env = put(np.array(index))
+
         codes = [[_ENDS.index(end) for end in row] for row in script.table("ends")]
         # Episode k of env e is entry k % period[e] of row e of a table [E, longest row] padded with zeros.
         tables: list[Any] = []
@@ -192,11 +202,13 @@ class Clock:
             tables.append(put(np.array([[*row, *[0] * (width - len(row))] for row in rows])))
             tables.append(put(np.array([len(row) for row in rows]))[self.env])
         self._lengths, self._length_period, self._ends, self._end_period = tables
+
         self.restart()
 
     def restart(self) -> None:
         """Reset the counters to before the first episode of every env."""
-        self.episode, self.step = self.env * 0 - 1, self.env * 0
+        self.episode = self.env * 0 - 1
+        self.step = self.env * 0
 
     def begin(self, mask: Array) -> None:
         """Start the next episode where ``mask`` is True."""
@@ -219,8 +231,10 @@ class Clock:
     def show(self) -> Any:
         """Return the observations of all envs; with ``reuse``, in the arrays of the last call."""
         obs = self.observe()
-        self._shown = overwrite(self._shown, obs) if self._reuse else obs
-        return self._shown
+        if self._reuse:
+            obs = overwrite(self._shown, obs)
+        self._shown = obs
+        return obs
 
 
 def overwrite(buffer: Tree, value: Tree) -> Tree:
@@ -281,9 +295,15 @@ def expected_rows(
             truncated = (over and end != "terminated") or cut
             reward = 100 * episode + step + 1  # as in `Clock.advance`
             table.append((at, env, episode, step, step, reward, terminated, truncated, step == 0))
-            done = over or cut
-            at += 2 if done and gap else 1  # the vector step after an end is not a transition
-            episode, step = (episode + 1, 0) if done else (episode, step + 1)
+
+            at += 1
+            step += 1
+            if over or cut:
+                episode += 1
+                step = 0
+                if gap:  # the vector step after an end is not a transition
+                    at += 1
+
     rows = np.array(table, _ROW)
     # lexsort's last key is the primary one: vector step, then env.
     return rows[np.lexsort((rows["env"], rows["vector_step"]))]

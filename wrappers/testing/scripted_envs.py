@@ -65,6 +65,7 @@ class ScriptedEnv(gymnasium.Env[Any, Any]):
     def step(self, action: Tree) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         if self._record:
             self.actions.append(action)
+
         reward, terminated, truncated = self.clock.advance(np.True_)
         info = {"t": int(self.clock.step)}
         return self._observe(), float(reward), bool(terminated), bool(truncated), info
@@ -109,27 +110,28 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
     ) -> None:
         expect("script", script, Script, "a Script")
         flags(final_info=final_info, reuse_buffer=reuse_buffer, record_actions=record_actions)
+
         self.script = script
         self.num_envs = script.num_envs
         self.single_observation_space = script.observation_space
         self.single_action_space = script.action_space
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
-        if autoreset_mode is not None and not isinstance(autoreset_mode, AutoresetMode):
-            one_of("autoreset_mode", autoreset_mode, [mode.value for mode in AutoresetMode])
         if autoreset_mode is None:
             self._mode = AutoresetMode.SAME_STEP
-        else:
-            self._mode = AutoresetMode(autoreset_mode)
-        if autoreset_mode is None:
             self.metadata = {}
         else:
+            if not isinstance(autoreset_mode, AutoresetMode):
+                one_of("autoreset_mode", autoreset_mode, [mode.value for mode in AutoresetMode])
+            self._mode = AutoresetMode(autoreset_mode)
             self.metadata = {"autoreset_mode": self._mode}
+
         self.actions: list[Any] = []
         self._final_obs = final_obs
         self._reuse = reuse_buffer
         self._record = record_actions
         self._final_info = final_info
+
         self.clock = Clock(script, np.asarray)
         self._done = np.zeros(self.num_envs, np.bool_)
         # The last returned observation, reward, terminated, truncated and final observation.
@@ -142,30 +144,32 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
             mask = options["reset_mask"]
         if seed is not None:
             self.clock.restart()
+
         self.clock.begin(mask)
         self._done = self._done & ~mask
         return self._show(0, self.clock.observe()), self._info()
 
     def step(self, actions: Tree) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Make one vector step in the declared mode."""
-        # one row for each env
+        leaf = actions  # with one row for each env
         if self.script.action == "dict":
             leaf = actions["press"]
-        else:
-            leaf = actions
         if len(leaf) != self.num_envs:
             raise ValueError(f"expected actions for {self.num_envs} envs, got {len(leaf)}")
         if self._record:
             self.actions.append(actions)
+
         clock = self.clock
         pending = self._done
         if self._mode == AutoresetMode.DISABLED and pending.any():
             raise AssertionError(f"envs {np.flatnonzero(pending).tolist()} have ended and were not reset")
         if self._mode == AutoresetMode.NEXT_STEP:
             clock.begin(pending)
+
         # Rows that ended in the previous step do not move: NEXT_STEP only resets them.
         reward, terminated, truncated = clock.advance(~pending)
         done = terminated | truncated
+
         last = {}
         if self._mode == AutoresetMode.SAME_STEP:
             # Before the next episodes begin.
@@ -184,6 +188,7 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
                 last |= {"final_obs": final, "_final_obs": done.copy()}
         else:
             self._done = done
+
         returned = clock.observe(), reward.astype(np.float32), terminated, truncated
         obs, reward, terminated, truncated = (self._show(i, value) for i, value in enumerate(returned))
         return obs, reward, terminated, truncated, self._info() | last
@@ -193,8 +198,10 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
 
     def _show(self, i: int, value: Tree) -> Tree:
         """Return the value, or with ``reuse_buffer`` the array of the last call overwritten with it."""
-        self._shown[i] = overwrite(self._shown[i], value) if self._reuse else value
-        return self._shown[i]
+        if self._reuse:
+            value = overwrite(self._shown[i], value)
+        self._shown[i] = value
+        return value
 
 
 def make_scripted(
@@ -229,12 +236,14 @@ def make_scripted(
         return ScriptedVectorEnv(
             script, autoreset_mode=mode, reuse_buffer=reuse_buffer, record_actions=record_actions
         )
+
     fns: list[Callable[[], ScriptedEnv]] = [
         partial(ScriptedEnv, script, i, reuse_buffer=reuse_buffer, record_actions=record_actions)
         for i in range(script.num_envs)
     ]
     if backend == "sync":
         return SyncVectorEnv(fns, copy=copy, autoreset_mode=mode)
+
     gc.freeze()  # a forked worker may crash when it collects the parent's garbage, such as an envpool
     try:
         return AsyncVectorEnv(fns, copy=copy, shared_memory=shared_memory, autoreset_mode=mode)
@@ -287,13 +296,16 @@ class ScriptedTorchEnv:
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         mode = AutoresetMode.SAME_STEP if autoreset else AutoresetMode.DISABLED
         self.metadata = {"autoreset_mode": mode} if declare else {}
+
         self.unwrapped = self
         self.actions = list[Any]()
         self.closed = False
         self._final_obs = final_obs
         self._autoreset = autoreset
+
         self.clock = Clock(script, lambda x: torch.from_numpy(x).to(self.device), reuse=reuse_obs)
         self._final = self.clock.observe()
+
         self.extras: dict[str, Any] = {"log": {}}
         self.reward_buf = torch.zeros(self.num_envs, device=self.device)
         self.terminated_buf = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
@@ -314,6 +326,7 @@ class ScriptedTorchEnv:
         if env_ids is not None:
             mask = torch.zeros_like(mask)
             mask[torch.as_tensor(env_ids, device=self.device)] = True
+
         self.clock.begin(mask)
         return self.clock.show(), self.extras
 
@@ -322,10 +335,12 @@ class ScriptedTorchEnv:
         self.actions.append(action)
         clock = self.clock
         reward, terminated, truncated = clock.advance(torch.ones_like(self.terminated_buf))
+
         # One buffer for all steps, as in simulators.
         self.reward_buf.copy_(reward)
         self.terminated_buf.copy_(terminated)
         self.truncated_buf.copy_(truncated)
+
         done = terminated | truncated
         if self._autoreset:
             final = clock.observe()
@@ -372,6 +387,7 @@ class ScriptedRslEnv:
             raise ValueError(
                 f"needs obs='float32' and action='box', got {script.obs!r} and {script.action!r}"
             )
+
         self._env = ScriptedTorchEnv(script, device=device, final_obs="absent")
         self._style = style
         self.num_envs = script.num_envs
@@ -379,6 +395,7 @@ class ScriptedRslEnv:
         self.num_obs = 3
         self.num_actions = 2
         self.max_episode_length = max(max(row) for row in script.table("lengths"))
+
         self.cfg: dict[str, Any] = {}
         self.dones_buf = torch.zeros(self.num_envs, dtype=torch.int64, device=self.device)
         self.extras: dict[str, Any] = {"time_outs": torch.zeros(self.num_envs, device=self.device)}
@@ -394,7 +411,7 @@ class ScriptedRslEnv:
         """Return the current observations."""
         if self._style == "tensordict":
             return self._obs
-        return (self._obs, self.extras)
+        return self._obs, self.extras
 
     def reset(self) -> Any:
         """Start the next episode in all envs; return (obs, extras)."""

@@ -58,6 +58,7 @@ class ScriptedGame:
         self.mask = mask
         self.possible_agents = sorted({name for plan in episodes for name in plan})
         self.agents: list[str] = []
+
         self.state_space = spaces.Box(-1, 1e6, (3,), np.float32)
         self._action = spaces.Discrete(5)
         self._observation: spaces.Space[Any] = spaces.Box(-1, 1e6, (4,), np.float32)
@@ -65,10 +66,12 @@ class ScriptedGame:
             self._observation = spaces.Dict(
                 observation=self._observation, action_mask=spaces.Box(0, 1, (5,), np.int8)
             )
+
         self._lives = dict.fromkeys(self.possible_agents, -1)  # each agent's life, counted from 0
         self._steps = dict.fromkeys(self.possible_agents, 0)  # the agent's steps in that life
         self._episode = -1
         self._time = 0
+
         for plan in episodes:
             _check(plan)
 
@@ -99,12 +102,15 @@ class ScriptedGame:
         self, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Results, dict[str, dict[str, Any]]]:
         """Begin the next episode, or with a seed the first one."""
-        self._episode = 0 if seed is not None else self._episode + 1
+        self._episode += 1
+        if seed is not None:
+            self._episode = 0
         self._time = 0
         self.agents = []
         for name in self.possible_agents:
             earlier = (self.episodes[k % len(self.episodes)].get(name, ()) for k in range(self._episode))
             self._lives[name] = sum(map(len, earlier)) - 1
+
         self._join()
         return {name: self._see(name) for name in self.agents}, {name: {} for name in self.agents}
 
@@ -112,6 +118,7 @@ class ScriptedGame:
         """Step the agents that are present."""
         if sorted(actions) != sorted(self.agents):
             raise KeyError(f"actions must be those of {self.agents}, got {sorted(actions)}")
+
         acting = self.agents
         self._time = self._time + 1
         rewards = {
@@ -119,14 +126,18 @@ class ScriptedGame:
         }
         terminations = dict.fromkeys(acting, False)
         truncations = dict.fromkeys(acting, False)
+
         self.agents = []
         for name in acting:
             self._steps[name] += 1
             _, steps, end = self.life(name, self._lives[name])
             if self._steps[name] < steps:
                 self.agents.append(name)
+            elif end == "terminated":
+                terminations[name] = True
             else:
-                (terminations if end == "terminated" else truncations)[name] = True
+                truncations[name] = True
+
         observations = {name: self._see(name) for name in acting}
         self._join()
         observations |= {name: self._see(name) for name in self.agents}

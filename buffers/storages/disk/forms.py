@@ -132,6 +132,7 @@ class ZstdForm(Form):
             or column.values.ndim != 1
         ):
             raise damaged("a file has no compressed rows where it should")
+
         # Rows of a block are decoded together, so this limits memory use.
         heads = np.flatnonzero(np.append(column.lengths.numpy(), 1))
         if heads[0] or np.diff(heads).max(initial=0) > BLOCK_ROWS:
@@ -149,6 +150,7 @@ class ZstdForm(Form):
         decompressor = self._zstandard.ZstdDecompressor()
         which = np.searchsorted(heads, rows, "right") - 1
         order = np.argsort(which, kind="stable")
+
         for asked in np.split(order, np.flatnonzero(np.diff(which[order])) + 1):  # the rows of each block
             block = which[asked[0]]
             head = heads[block]
@@ -159,6 +161,7 @@ class ZstdForm(Form):
             whole = len(asked) == count and bool(
                 (np.diff(places) == 1).all() and (local == np.arange(len(asked))).all()
             )
+
             # Slices need most blocks as a whole: decode those directly into the target.
             if whole:
                 room = into[places[0] : places[0] + count]
@@ -177,11 +180,13 @@ class ZstdForm(Form):
         """Fill ``room`` with the values of a block; ValueError if it has others, before anything is allocated."""
         compressed = data.tobytes()
         self._check_size(compressed, len(room))
+
         try:
             with decompressor.stream_reader(compressed) as reader:
                 got = reader.readinto(room.reshape(-1))
         except self._zstandard.ZstdError as error:
             raise damaged(f"a compressed block cannot be read ({error})") from None
+
         if got != room.nbytes:
             raise damaged("a compressed block is cut short")
 

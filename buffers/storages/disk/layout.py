@@ -32,6 +32,7 @@ class Layout(NamedTuple):
             [column_name(key), dtype_name(form.dtype), list(form.shape), form.name]
             for key, form in self.forms.items()
         ]
+
         return {
             "kind": _KIND,
             "entries": entries,
@@ -47,9 +48,11 @@ class Layout(NamedTuple):
                 "this is not the folder of a DiskStorage or a data set: load a saved buffer with "
                 "buffer.loads or Checkpoint"
             )
+
         try:
             if noted["kind"] != _KIND:
                 raise ValueError(noted["kind"])
+
             forms: dict[NestedKey, Form] = {
                 column_key(name): FORMS[form](DTYPES[dtype], torch.Size(shape))
                 for name, dtype, shape, form in noted["entries"]
@@ -62,6 +65,7 @@ class Layout(NamedTuple):
                 form.check_shape()
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise ValueError(f"this is not the folder of a DiskStorage ({str(error)[:200]})") from None
+
         return cls(forms, pairs, seams)
 
     def row_bytes(self) -> int:

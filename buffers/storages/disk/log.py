@@ -42,6 +42,7 @@ class _Block:
     def __init__(self, first: int, rows: int, layout: Layout) -> None:
         self.first = first
         self.limit = first + rows
+
         # One allocation for all columns, each aligned to a cache line: only large allocations get huge pages,
         # and page faults of small pages cost more than the copy.
         sizes = [-(-rows * form.row_bytes // _LINE) * _LINE for form in layout.forms.values()]
@@ -51,6 +52,7 @@ class _Block:
             for (key, form), memory in zip(layout.forms.items(), memories, strict=True)
         }
         self.piece = Piece(first, self.limit, self.columns, layout.forms)
+
         #: For each write: (rows of the block, their next observations by root key).
         self.tails: list[tuple[Array, Columns]] = []
 
@@ -85,6 +87,7 @@ class RowLog:
         self.layout = layout
         self.end = folder.end
         self.notes: dict[str, Any] = {}
+
         # Other folders that this run has saved to or loaded, and what it knows of them.
         self.saved: dict[Path, Folder | Version] = {}
         self._blocks: tuple[_Block, ...] = ()
@@ -93,6 +96,7 @@ class RowLog:
         self._appended = False  # whether this run has published rows
         self._named = 0  # number of the first row that the version does not name
         self._held = 0  # number of the next row when the rows were last held
+
         # _turn guards the blocks, the pieces and the thread's orders; _disk guards the folder.
         self._turn = threading.Lock()
         self._disk = threading.RLock()
@@ -116,10 +120,12 @@ class RowLog:
         """Raise an error of the thread since the last call; ValueError if the log is closed."""
         if self.closed:
             raise self._is_closed()
+
         error = self._error
         self._error = None
         if error is not None:
             raise error
+
         blocks = self._blocks  # read once, because the thread removes full blocks
         if len(blocks) > _WAITING:  # the disk is slower than the writers, so they wait
             self._try(min(blocks[-1].first, self.end))
@@ -146,11 +152,13 @@ class RowLog:
             raise RuntimeError(
                 f"rows of a log are written in order: row {self.end} is the next one, not {first}"
             )
+
         if self._unfinished or first < self.end:
             self._take_back(first)
         self._begun = first
         self._unfinished = True
         count = len(next(iter(columns.values())))
+
         done = 0
         while done < count:
             blocks = self._blocks  # read once, because the thread removes full blocks
@@ -167,7 +175,9 @@ class RowLog:
                 chosen = torch.from_numpy(inside)
                 here = {key: values.cpu().index_select(0, chosen) for key, values in tails.items()}
                 block.tails.append((lasts[inside] - done + at, here))
+
             done += fit
+
         # The thread starts by taking this lock, and then finds the rows counted. If Ctrl-C interrupts its
         # start, they stay uncounted.
         with self._turn:
@@ -175,6 +185,7 @@ class RowLog:
                 raise self._is_closed()
             self._begin_writing(first + count)
             self.end = first + count
+
         self._unfinished = False
 
     def flush(self) -> None:
@@ -202,6 +213,7 @@ class RowLog:
                     self.closed = self.folder.end >= self.end
                     if self.closed and self._timer is not None:
                         self._timer.cancel()
+
             self.folder.close()
 
     def close_later(self) -> None:
@@ -222,6 +234,7 @@ class RowLog:
                     finally:
                         self._noted = False
                         self.folder.drop_before(first)
+
                     self._note()
                     self._note()  # no version names the files any more, so they are removed
             finally:
@@ -247,12 +260,16 @@ class RowLog:
                 if self.layout is not None:
                     self._note()
                 return
+
             with Folder(
                 path, write=True, log=False, resume=self.saved.get(path), overwrite=overwrite
             ) as other:
                 self.saved[path] = other
                 other.adopt(segments)
-                layout = {} if self.layout is None else self.layout.to_json()
+                if self.layout is None:
+                    layout = {}
+                else:
+                    layout = self.layout.to_json()
                 other.publish({**layout, **notes}, head=head, extra=_FACTS)
 
     @contextmanager
@@ -296,11 +313,13 @@ class RowLog:
         with self._disk:
             before = self.layout
             seams = [*layout.seams, end]
+
             try:
                 if before is None:
                     self.layout = Layout(layout.forms, layout.pairs, [])
                 # This version names all files present, so that they stay until the next one is published.
                 self._note()
+
                 number = self.folder.version
                 try:
                     self.folder.adopt(segments)
@@ -314,12 +333,14 @@ class RowLog:
                 self.layout = before
                 self._noted = False
                 raise
+
             with self._turn:
                 self._blocks = ()
                 self.end = end
                 self._begun = end
                 self._due = 0
                 self._error = None
+
             self._refresh()
             with suppress(OSError):  # otherwise a later version removes the files
                 self._note()  # no version names the files of the previous rows any more, so they are removed
@@ -351,11 +372,13 @@ class RowLog:
                     "an extend was interrupted after its rows had been written to a file: open "
                     f"{self.folder.path} again to use them"
                 )
+
             with self._turn:
                 self._blocks = tuple(block for block in self._blocks if block.first <= first)
                 for block in self._blocks:
                     block.tails = [tail for tail in block.tails if block.first + tail[0][0] < first]
                 self.end = first
+
             self._refresh()
 
     def _is_closed(self) -> ValueError:
@@ -367,12 +390,18 @@ class RowLog:
         """Have what is due of the rows before ``end`` written by a thread; the caller has ``_turn``."""
         last = self._blocks[-1]
         rows, seconds = self.rule
+
         # Only full blocks become files; the rows of the last block wait, unless the flush rule says otherwise.
         early = rows is not None and end - self.folder.end >= rows
-        self._due = max(self._due, end if early or last.limit == end else last.first)
+        if early or last.limit == end:
+            due = end
+        else:
+            due = last.first
+        self._due = max(self._due, due)
         if self._due > self.folder.end and not self._at_work:
             self.thread, self._done = threading.Thread(target=self._run, name="flatroll rows"), False
             self.thread.start()
+
         if seconds is not None and self._timer is None:
             self._timer = threading.Timer(seconds, _call, [weakref.WeakMethod(self._time_is_up)])
             self._timer.daemon = True
@@ -391,6 +420,7 @@ class RowLog:
             if not self._at_work:
                 self.thread, self._done = self._timer, False
             self._timer = None
+
         if self.thread is threading.current_thread():
             self._run()
 
@@ -401,9 +431,11 @@ class RowLog:
                 self._done |= self.folder.end >= end
                 if self._done:  # or another thread's write failed before this one began
                     return
+
             with self._disk:
                 if self._done:  # another thread's write failed
                     return
+
                 try:
                     self._write(end)
                 except BaseException as error:  # any error is kept for the next writer to raise
@@ -424,6 +456,7 @@ class RowLog:
                 self.folder.append(self._encode_rows(block, first, stop), first=first)
                 self._appended = True
                 self._refresh()
+
             # Remove files whose rows the ring has dropped, but only after this run has appended rows.
             given_up = [segment.end for segment in self.folder.segments if segment.end <= end - self.capacity]
             if given_up and self._appended:
@@ -440,8 +473,13 @@ class RowLog:
         assert self.layout is not None
         head = self.folder.head if head is None else head
         self.layout.seams[:] = [row for row in self.layout.seams if row > head]
+
         # Two versions, in case one manifest is damaged.
-        for _ in range(2 if self.folder.version is None else 1):
+        if self.folder.version is None:
+            tries = 2
+        else:
+            tries = 1
+        for _ in range(tries):
             self.folder.publish({**self.layout.to_json(), **self.notes}, head=head, extra=_FACTS)
         self._noted, self._named = True, self.folder.end
 
@@ -456,13 +494,16 @@ class RowLog:
         }
         if not self.layout.pairs:
             return columns
+
         rows = np.concatenate([at for at, _ in block.tails] or [np.zeros(0, np.int64)])
         inside = np.flatnonzero((rows >= low) & (rows < high))
         lengths = torch.zeros(high - low, dtype=torch.int64)
         lengths[torch.from_numpy(rows[inside] - low)] = 1
+
         # The row after the last one is in another file, so store its next values here as well.
         follows = lengths[-1] == 0
         lengths[-1] = 1
+
         for key in self.layout.pairs:
             parts = [tails[key] for _, tails in block.tails]
             if parts:
@@ -473,6 +514,7 @@ class RowLog:
             if follows:
                 ends.append(self._row(stop, key))
             columns[column_name(next_key(key))] = Ragged(torch.cat(ends), lengths)
+
         return columns
 
     def _row(self, row: int, key: NestedKey) -> Tensor:
@@ -484,16 +526,19 @@ class RowLog:
         """Rebuild the pieces from the current files and blocks."""
         if self.layout is None:
             return
+
         with self._turn:
             segments = self.folder.segments
             end = self.folder.end
             self._blocks = tuple(block for block in self._blocks if block.limit > end or not segments)
             first = self._blocks[0].first if self._blocks else end
+
             mapped: dict[str, Piece] = {}
             for segment in segments:
                 name = str(segment.name)
                 if segment.first < first:
                     mapped[name] = self._mapped.get(name) or Piece.of(segment, self.layout.forms)
+
             self._mapped = mapped
             self.pieces = Pieces(
                 [*mapped.values(), *(block.piece for block in self._blocks)], self.layout.forms

@@ -41,9 +41,11 @@ class Piece:
         self.end = end
         self.columns = columns
         self.segment = segment
+
         # Of ragged columns: the number of values up to and including each row, int64.
         self.ends: dict[NestedKey, Array] = {}
         self.source, self.running = np.zeros((2, len(forms)), np.int64)
+
         for k, (key, form) in enumerate(forms.items()):
             column = columns[key]
             values = column
@@ -62,6 +64,7 @@ class Piece:
         columns = segment.columns
         if missing := [key for key in forms if column_name(key) not in columns]:
             raise ValueError(f"the file {segment.name} has no {missing[0]!r}")
+
         return cls(
             segment.first, segment.end, {key: columns[column_name(key)] for key in forms}, forms, segment
         )
@@ -106,6 +109,7 @@ class Pieces:
             raise IndexError(
                 f"rows {rows.min()} ... {rows.max()} are not all in {self.firsts[0]} ... {self.end - 1}"
             )
+
         self._ask_for(rows)
         columns: Columns = {
             key: torch.empty((len(rows), *self.forms[key].shape), dtype=self.forms[key].dtype)
@@ -113,6 +117,7 @@ class Pieces:
         }
         target = np.array([columns[key].data_ptr() for key in copied], np.int64)
         gather_pieces(self.firsts, *self._table(copied), rows, target)
+
         for key in names:
             if key not in copied:
                 self._decode(key, rows, columns[key])
@@ -134,6 +139,7 @@ class Pieces:
                 size,
                 unit,
             )
+
         return self._tables[keys]
 
     def _decode(self, key: NestedKey, rows: Array, target: Tensor) -> None:
@@ -144,6 +150,7 @@ class Pieces:
             at = np.flatnonzero(which == number)
             column = piece.columns[key]
             local = rows[at] - piece.first
+
             if isinstance(column, Ragged):
                 try:
                     self.forms[key].decode(column, piece.ends[key], local, target, at)
@@ -158,13 +165,16 @@ class Pieces:
         """If the rows do not seem to be in memory, ask the system to read them, all at once."""
         some = rows[:: max(1, len(rows) // _LOOKS)]
         which = np.searchsorted(self.firsts, some, "right") - 1
+
         for number, row in zip(which.tolist(), some.tolist(), strict=True):
             segment = self.pieces[number].segment
             if segment is not None and not segment.in_memory(row - segment.first):
                 break
         else:
             return
+
         which = np.searchsorted(self.firsts, rows, "right") - 1
+
         for number in np.unique(which).tolist():
             segment = self.pieces[number].segment
             if segment is not None:

@@ -127,6 +127,7 @@ class DiskStorage(ColumnStorage):
     ) -> None:
         if path is None:
             raise ValueError("path must name the folder of the rows: DiskStorage(max_size, path)")
+
         if max_size is not None:
             whole_number("max_size", max_size)
         if flush_rows is not None:
@@ -134,14 +135,18 @@ class DiskStorage(ColumnStorage):
         if flush_seconds is not None:
             hint = "None for no limit"
             number("flush_seconds", flush_seconds, above=0, most=threading.TIMEOUT_MAX, hint=hint)
+
         flags(read_only=read_only, sync=sync, verify=verify)
         self.read_only = read_only
         self._process = os.getpid()
         parts = None if max_size is None else -(-max_size // _PARTS)
         folder = Folder(path, write=not read_only, sync=sync, segment_bytes=segment_bytes, segment_rows=parts)
+
         try:
             rows = folder.recover(verify=verify)
-            super().__init__(len(rows) or 1 if max_size is None else max_size, compact_obs=compact_obs)
+            room = (len(rows) or 1) if max_size is None else max_size
+            super().__init__(room, compact_obs=compact_obs)
+
             # A storage of this size would use less than twice the space of its rows.
             if not read_only and len(rows) >= 2 * self.max_size:
                 warnings.warn(
@@ -150,6 +155,7 @@ class DiskStorage(ColumnStorage):
                     "max_size to keep them",
                     stacklevel=2,
                 )
+
             layout = self._read_layout(folder)
             self._choose_forms(layout, frame_stack, codec, compact_obs)
             if max_size is None and not len(rows) and not read_only:
@@ -160,6 +166,7 @@ class DiskStorage(ColumnStorage):
             if isinstance(error, ValueError) and str(folder.path) not in str(error):
                 error.add_note(f"while {folder.path} was opened")
             raise
+
         self._closing = weakref.finalize(self, _close, self._log, read_only, os.getpid())
         self._ring: Ring | None = None
         self._offset = 0  # a row's number in the folder minus its number in the ring
@@ -269,12 +276,15 @@ class DiskStorage(ColumnStorage):
                 raise ValueError(
                     f"{folder.path} is not the folder of a DiskStorage: it has rows, but no description of them"
                 )
+
             return None
+
         noted = folder.load().json
         try:
             layout = Layout.from_json(noted)
         except ValueError as error:
             raise ValueError(f"{folder.path}: {error}") from None
+
         folder.recover()  # adds the rows written after that version
         wrong = columns_differ(folder.columns, layout)
         if wrong:
@@ -298,8 +308,10 @@ class DiskStorage(ColumnStorage):
             )
         if layout is None:
             return
+
         stacks = {key: form.shape[0] for key, form in layout.forms.items() if form.name == "frames"}
         codecs = {key: form.name for key, form in layout.forms.items() if form.name == "zstd"}
+
         for name, given, asked, there in (
             ("frame_stack", frame_stack, self.frame_stack, stacks),
             ("codec", codec, self.codec, codecs),
@@ -309,6 +321,7 @@ class DiskStorage(ColumnStorage):
                     f"{name} must match the rows in the folder, {there or None}, or be left out; got "
                     f"{dict(given)}"
                 )
+
         if compact_obs and not layout.pairs:
             raise ValueError("compact_obs must be False: the rows in the folder are not compact")
         self.frame_stack, self.codec, self.compact_obs = stacks, codecs, bool(layout.pairs)
@@ -323,8 +336,11 @@ class DiskStorage(ColumnStorage):
 
     def _form(self, key: NestedKey, dtype: torch.dtype, shape: torch.Size) -> Form:
         """The form that the options give an entry."""
-        kind = FrameForm if key in self.frame_stack else (ZstdForm if key in self.codec else Form)
-        return kind(dtype, shape)
+        if key in self.frame_stack:
+            return FrameForm(dtype, shape)
+        if key in self.codec:
+            return ZstdForm(dtype, shape)
+        return Form(dtype, shape)
 
     def _column(self, key: NestedKey, form: Form) -> DiskColumn:
         return DiskColumn(weakref.WeakMethod(self._take), key, form)
@@ -338,20 +354,24 @@ class DiskStorage(ColumnStorage):
         if not self.read_only and self._log.unflushed:
             self._writable()
             self._log.settle()  # rows of a buffer that no longer exists
+
         layout = self._log.layout
         pieces = self._log.pieces
         self._offset = self._log.end
         if layout is None or not len(pieces):
             return
+
         self._use_layout(layout)
         self.filling = True
         first = max(int(pieces.firsts[0]), self._log.folder.head, pieces.end - self.capacity)
         self._offset = first
+
         try:
             for piece in pieces.pieces:
                 # Cut at the seams, where one run's trajectories were left open and the next run began.
                 seams = [seam for seam in layout.seams if piece.first < seam < piece.end]
                 bounds = [piece.first, *seams, piece.end]
+
                 for low, high in itertools.pairwise(bounds):
                     if low in layout.seams:
                         self._cut()
@@ -361,6 +381,7 @@ class DiskStorage(ColumnStorage):
         finally:
             self.filling = False
             self._batch = None
+
         self._cut()
         if not self.read_only:
             self._log.cut(pieces.end)
@@ -385,6 +406,7 @@ class DiskStorage(ColumnStorage):
     ) -> Rows:
         if self.filling:
             return self._prepare_stored(batch, keys)
+
         self._writable()
         self._log.check()
         if not isinstance(batch, TensorDictBase) or batch.batch_dims != 1:
@@ -392,6 +414,7 @@ class DiskStorage(ColumnStorage):
                 f"DiskStorage keeps the rows of tensordicts [N], got {type(batch).__name__}: wrap what you have in "
                 "TensorDict({'value': x}, [len(x)])"
             )
+
         rows = super().prepare(batch, final, keys, whole)
         layout = self._log.layout
         if self.pool is not None and layout is not None and not layout.pairs:
@@ -405,10 +428,16 @@ class DiskStorage(ColumnStorage):
         columns: Columns = dict(batch.items(True, True))
         count = batch.batch_size[0]
         if self.pool is None:
-            return Rows(count, columns, None if keys is None else Fragments.read(columns, keys))
+            if keys is None:
+                fragments = None
+            else:
+                fragments = Fragments.read(columns, keys)
+            return Rows(count, columns, fragments)
+
         tails: Columns = {}
         cuts = torch.zeros(count, dtype=torch.bool)
         assert piece.segment is not None
+
         for key, name in self.pool.next_keys.items():
             column = piece.segment.columns[column_name(name)]
             form = self._forms[key]
@@ -419,11 +448,13 @@ class DiskStorage(ColumnStorage):
                 or column.values.dtype is not form.dtype
             ):
                 raise ValueError(f"{piece.segment.name}: {name!r} has no next observations")
+
             low = first - piece.first
             cuts = column.lengths[low : low + count] > 0
             begin = int(column.lengths[:low].sum())
             number = int(column.lengths[low : low + count].sum())
             tails[key] = column.values[begin : begin + number]
+
         fragments = Fragments.read(columns, keys or BoundaryKeys.probe(batch), cuts)
         ends = {len(values) for values in tails.values()} | {len(fragments.lasts)}
         if len(ends) > 1 or not np.array_equal(fragments.lasts, np.flatnonzero(cuts.numpy())):
@@ -443,12 +474,14 @@ class DiskStorage(ColumnStorage):
             return super().link(ring, rows, keys)
         if not isinstance(ring, TrajectoryIndex) or rows.fragments is None:
             return None
+
         before, slots, agree = ring.link(rows.fragments)[0]
         if self.pool is not None and self._batch is not None:
             # Compare the first row of each fragment with the next observation of the row before it.
             heads = self._log.pieces.read(self._batch[1] + rows.fragments.firsts, self.pool.pairs)
             at = rows.fragments._replace(firsts=np.arange(len(rows.fragments.firsts)))
             agree = self.pool.compare_heads(ring, at, before, heads, rows.tails, [])
+
         return Links(before, slots, agree)
 
     @override
@@ -458,6 +491,7 @@ class DiskStorage(ColumnStorage):
                 "DiskStorage keeps rows in the order in which they came: use RoundRobinWriter, or LazyMemmapStorage "
                 "for the best rows"
             )
+
         super().use_ring(ring, alone, first)
         self._ring = ring
         if not first and not len(ring):  # the buffer has been emptied
@@ -496,27 +530,32 @@ class DiskStorage(ColumnStorage):
             if self.pool is not None and self.needs_follow(keys):
                 return super().read_rows(slots, follow, keys=keys)  # raises an error
             return self._take(slots, keys)
+
         names = self.pool.next_keys
         pairs = [key for key, name in names.items() if keys is None or name in keys]
         if keys is None:
             asked = None
         else:
             asked = (keys - set(names.values())) | set(pairs)
+
         # Read the rows and their next rows together, so that rows in both are decoded only once.
         following = torch.where(follow.slots < 0, slots, follow.slots)
         both = self._take(torch.cat([slots, following]), set(pairs))
         columns = self._take(
             slots, [key for key in self.columns if key not in pairs and (asked is None or key in asked)]
         )
+
         for key in pairs:
             rows = both[key][: len(slots)]
             later = both[key][len(slots) :]
             if follow.patch.shape[1]:
                 at, entries = follow.patch
                 put_rows(later, at, self.pool.entries[key].take(entries))
+
             columns[names[key]] = later
             if keys is None or key in keys:
                 columns[key] = rows
+
         return columns
 
     def _take(self, slots: Tensor, keys: Collection[NestedKey] | None) -> Columns:
@@ -524,6 +563,7 @@ class DiskStorage(ColumnStorage):
         pieces = self._log.pieces  # read before the end: these pieces may not include a piece added later
         end = min(self._log.end, pieces.end)
         rows = end - 1 - (end - 1 - self._offset - slots.numpy(force=True)) % self.capacity
+
         # A slot claimed by the buffer may have no row yet; values read from it are discarded.
         if not len(pieces):
             return {
@@ -531,15 +571,18 @@ class DiskStorage(ColumnStorage):
                 for key, column in self.columns.items()
                 if keys is None or key in keys
             }
+
         return pieces.read(np.clip(rows, pieces.firsts[0], end - 1), keys)
 
     @override
     def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
         forms: dict[NestedKey, Form] = {}
         self._encodings.row_bytes(like)  # raises if they are invalid
+
         for key, (dtype, shape) in like.items():
             dtype_name(dtype)  # raises TypeError here and not on the writer thread
             forms[key] = self._form(key, dtype, shape)
+
         self._log.layout = Layout(forms, [], [])
         return {key: self._column(key, form) for key, form in forms.items()}
 
@@ -558,7 +601,12 @@ class DiskStorage(ColumnStorage):
     @override
     def tables(self, pool_rows: int) -> dict[str, Any]:
         layout = self._log.layout
-        log = {"offset": self._offset, "layout": None if layout is None else layout.to_json()}
+        if layout is None:
+            saved = None
+        else:
+            saved = layout.to_json()
+        log = {"offset": self._offset, "layout": saved}
+
         return super().tables(pool_rows) | {"log": log}
 
     def linked(self, tables: dict[str, Any], version: LoadedVersion, ring: Ring) -> dict[str, Any]:
@@ -572,6 +620,7 @@ class DiskStorage(ColumnStorage):
         log = tables["log"]
         offset = log["offset"]
         noted = log["layout"]
+
         # offset is negative if the ring skipped the rest of a round and the files did not.
         if type(offset) is not int or not 0 <= offset + ring.head <= offset + ring.written < MOST_ROWS:
             raise damaged(f"its rows are shifted by {offset!r}")
@@ -585,14 +634,17 @@ class DiskStorage(ColumnStorage):
             raise damaged("its rows have other entries than its description lists")
         if wrong := [key for key, form in layout.forms.items() if form.name != expected[key].name]:
             raise damaged(f"its entry {wrong[0]!r} has another form than its description says")
+
         head = offset + ring.head
         end = offset + ring.written
         check_rows((head, end), (version.head, version.end))
         if text := columns_differ(version.columns, layout):
             raise damaged(text)
+
         for segment in version.segments:
             segment.read()
             Piece.of(segment, layout.forms)
+
         rows = LinkedRows(head, end, offset, layout, version.segments)
         return {**tables, "columns": dict.fromkeys(layout.forms), "rows": rows}
 
@@ -614,6 +666,7 @@ class DiskStorage(ColumnStorage):
         if not self.read_only:
             self._writable()
             self._log.load(rows.segments, rows.layout, rows.head, rows.end)
+
         self._offset = rows.offset
         self._use_layout(rows.layout)
         if self.pool is not None:

@@ -122,24 +122,34 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
                 f"{', '.join(sorted(DatasetOptions.__annotations__))}. To use several processes, call "
                 "preprocess(fn, num_workers=...)"
             )
+
         self.dataset_id = str(dataset_id)
         root = options.pop("root", None)
         home = Path.home() / ".cache/flatroll" / self.kind
+
         if root is None:
             self.root = home
         else:
             self.root = file_path("root", root).expanduser().absolute()
+
         named = {name: options.get(name, False) for name in ("pin_memory", "split_trajs", "verify")}
         progress = options.get("progress")
-        flags(**named, progress=False if progress is None else progress)
+        if progress is None:
+            shown = False
+        else:
+            shown = progress
+        flags(**named, progress=shown)
         if (writer := options.get("writer")) is not None:
             expect("writer", writer, Writer, "a Writer")
+
         download = options.pop("download", True)
         fetch = options.pop("fetch", None)
         if (urls := options.pop("download_url", None)) is not None:
             if fetch is not None:
                 raise ValueError("pass fetch or download_url, not both")
-            fetch = partial(self._download, [urls] if isinstance(urls, str) else urls)
+            addresses = [urls] if isinstance(urls, str) else urls
+            fetch = partial(self._download, addresses)
+
         one_of("download", download, (True, False, "force"))
         encoded = {name: options.pop(name, None) for name in ("codec", "frame_stack", "progress")}  # type: ignore[misc]
         self.data_path = self._place()
@@ -148,6 +158,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
             raise ValueError(
                 "download='force' is for published sets: to replace a folder, call convert(..., overwrite=True)"
             )
+
         there = self.data_path.exists() and not (
             self.data_path.is_dir() and not any(self.data_path.iterdir())
         )
@@ -161,6 +172,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
                     instead = "convert() makes one"
                 raise FileNotFoundError(f"there is no data set in {self.data_path}: {instead}")
             self._make(fetch, overwrite=download == "force", **encoded)
+
         self._options = options
         self._rows_asked = batch_size
         self._open()
@@ -174,15 +186,15 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         self.split_trajs = bool(options.pop("split_trajs", False))
         if options.get("writer") is None:
             options["writer"] = ImmutableDatasetWriter()
+
         size = self._rows_asked
         longest = 0
         if self.split_trajs:
             longest = self._longest_trajectory(storage)
             options["sampler"] = options.get("sampler") or SliceSampler(slice_len=longest, fill=False)
-            if size is None:
-                size = None
-            else:
+            if size is not None:
                 size = whole_number("batch_size", size) * longest
+
         self._longest = longest
         super().__init__(storage, batch_size=size, **options)  # type: ignore[arg-type]
         if not len(self):
@@ -194,10 +206,12 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         """The converted folder."""
         if not self.kind:
             return Path(self.dataset_id).absolute()
+
         place = (self.root / self.dataset_id).resolve()
         if self.root.resolve() not in place.parents:
             raise ValueError(f"dataset_id must be a name below root, got {self.dataset_id!r}")
         self._check_id()
+
         return place
 
     def _check_id(self) -> None:
@@ -237,6 +251,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         """Raise ValueError if the folder is of another kind of set, or was made with other options."""
         if not self.kind:
             return
+
         made = Folder(self.data_path).load().extra
         asked = self._facts()
         for name in ("kind", "options"):
@@ -255,6 +270,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
             else:
                 found = fetch(self.dataset_id, folder)
             source = folder if found is None else found
+
             try:
                 convert(
                     self._convert(source), self.data_path, facts=self._facts(), overwrite=overwrite, **encoded
@@ -276,6 +292,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
             raise ValueError(
                 "split_trajs needs ('collector', 'traj_ids'), which the data set lacks: leave it out"
             )
+
         runs = torch.cat(known).numpy()
         bounds = [0, *(np.flatnonzero(np.diff(runs)) + 1).tolist(), len(runs)]
         return int(np.diff(bounds).max())
@@ -348,6 +365,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
             mp_start_method,
             progress,
         )
+
         if dest is None:
             self._open()
             return self
@@ -396,6 +414,7 @@ def slices(
         return
     if options.get("sampler") is not None:
         raise ValueError("pass num_slices and slice_len, or sampler, not both")
+
     kind = SliceSampler if replacement else SliceSamplerWithoutReplacement
     options["sampler"] = kind(
         num_slices=num_slices, slice_len=slice_len, strict_length=strict, pad_output=pad

@@ -64,6 +64,7 @@ class RowPiece(NamedTuple):
         # Index in `ends` of each row that it contains.
         places = torch.searchsorted(self.ends, rows)
         known = (self.ends[places] == rows).nonzero().squeeze(-1)
+
         found: Columns = {}
         for key, tails in self.tails.items():
             found[key] = take_rows(self.columns[key], (rows + 1).clamp_(max=last))
@@ -97,14 +98,17 @@ def gather(batches: Iterable[Batch], piece_bytes: int) -> Iterator[RowPiece]:
             raise ValueError(
                 f"batch {number} must have columns with the same number of rows, got shapes {shapes}"
             )
+
         count = next(iter(counts), (0,))[0]
         memory = memory or _PieceMemory(columns, piece_bytes)
         memory.check(columns, number)
+
         first = 0
         while first < count:
             first = memory.fill(columns, first, count)
             if memory.used == memory.rows:
                 yield memory.piece()
+
     if memory is not None and memory.used:
         yield memory.piece()
 
@@ -117,6 +121,7 @@ class _PieceMemory:
         # as tensors, so that `columns` has torch's dtypes
         rows = {key: _tensor(value[:0]) for key, value in like.items()}
         self.roots = state_pairs(rows)
+
         # Whether the next entries of all batches so far are views of the root entries, so that the files can
         # leave them out.
         self.shifted = bool(self.roots) and self._views(like)
@@ -130,6 +135,7 @@ class _PieceMemory:
         self.columns = {
             key: row.new_empty((self.rows, *row.shape[1:]), device="cpu") for key, row in rows.items()
         }
+
         # Capacity for one tail per row; untouched pages take no memory.
         self.tails = {key: torch.empty_like(self.columns[key]) for key in self.roots}
         self.ends: list[int] = []
@@ -141,6 +147,7 @@ class _PieceMemory:
             raise ValueError(
                 f"batch {number} must have the same entries as the batches before it: {differing} are not in both"
             )
+
         for key, value in columns.items():
             dtype, shape = self.kinds[key]
             if value.dtype != dtype or value.shape[1:] != shape:
@@ -148,6 +155,7 @@ class _PieceMemory:
                     f"batch {number}: {key!r} is {value.dtype} {list(value.shape[1:])} per row, before it was "
                     f"{dtype} {list(shape)}"
                 )
+
         if self.shifted and not self._views(columns):
             self._unshift()
 
@@ -155,9 +163,11 @@ class _PieceMemory:
         """Copy rows of a batch from ``first`` on, as many as fit; return the first remaining row."""
         stop = min(count, first + self.rows - self.used)
         end = self.used + stop - first
+
         for key, value in columns.items():
             if key not in self.left_out:
                 _put(self.columns[key], self.used, end, value[first:stop])
+
         if self.shifted:
             for key in self.roots:
                 _put(
@@ -166,7 +176,9 @@ class _PieceMemory:
                     len(self.ends) + 1,
                     columns[next_key(key)][stop - 1 : stop],
                 )
+
             self.ends.append(end - 1)
+
         self.used = end
         return stop
 
@@ -179,6 +191,7 @@ class _PieceMemory:
         if not self.shifted:
             return RowPiece({key: column[:rows] for key, column in self.columns.items()})
         columns = {key: column[:rows] for key, column in self.columns.items() if key not in self.left_out}
+
         return RowPiece(columns, ends, {key: tails[: len(ends)] for key, tails in self.tails.items()})
 
     def _views(self, columns: Mapping[NestedKey, Tensor | Array]) -> bool:
@@ -208,14 +221,21 @@ def _by_key(
         )
     if not any(isinstance(value, np.ndarray) for value in batch.values()):
         return cast(Columns, batch)
+
     found: dict[NestedKey, Tensor | Array] = {}
     for name, array in cast(Mapping[NestedKey, Array], batch).items():
         if array.dtype.kind not in "biufc":
             raise TypeError(f"column {name!r} must hold numbers or bools, got {array.dtype}: leave it out")
+
         if name not in names:
-            parts = tuple(name.split(".")) if isinstance(name, str) else name
+            if isinstance(name, str):
+                parts = tuple(name.split("."))
+            else:
+                parts = name
             names[name] = plain_key(parts)
+
         found[names[name]] = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
     return found
 
 
@@ -270,16 +290,23 @@ def write_folder(
     target = Path(path).resolve()
     _check_place(target, overwrite)
     files.make_folder(target.parent, synced=True)
+
     # One file per piece, whatever its size: merging would rewrite it. Names are synced once, with the
     # manifest.
     with Folder(place_beside(target)[0], write=True, overwrite=True, segment_bytes=1, log=False) as folder:
         for piece in pieces:
             layout = layout or _layout_of(piece, kinds or {})
-            folder.append(_encode(piece, layout), first=folder.end if folder.segments else first)
+            if folder.segments:
+                first_row = folder.end
+            else:
+                first_row = first
+            folder.append(_encode(piece, layout), first=first_row)
+
         if layout is None or not folder.segments:
             raise ValueError(f"no rows to convert into {target}")
         _check_place(target, overwrite)  # another process may have made it meanwhile
         publish(folder, layout, target, facts)
+
     return Written(folder.end, layout)
 
 
@@ -303,6 +330,7 @@ def publish(folder: Folder, layout: Layout, target: Path, facts: Mapping[str, An
     folder.publish(layout.to_json(), extra=dict(facts or {}))
     old = place_beside(target)[1]
     remove_folder(old)
+
     try:
         files.rename(folder.path, target)  # also replaces an empty folder
     except OSError as error:
@@ -310,6 +338,7 @@ def publish(folder: Folder, layout: Layout, target: Path, facts: Mapping[str, An
             raise
         with Folder(target, write=True):
             files.replace(folder.path, target, old)
+
     files.sync_folder(target.parent)
     remove_folder(old)
 
@@ -346,12 +375,14 @@ def _layout_of(piece: RowPiece, kinds: Mapping[NestedKey, type[Form]]) -> Layout
         rows = {key: values[:_ROWS_LOOKED_AT] for key, values in rows.items()}
         piece = RowPiece(rows)
         pairs = state_pairs(rows)
+
     if not any(key in rows for key in (IS_INIT, DONE, TRAJ_IDS)):
         pairs = []
     if pairs and not piece.tails:
         pairs = find_pairs(rows, rows, None, _boundary_keys(rows))
     if pairs and len(_lasts(piece, pairs)) > _count(rows) // 2:
         pairs = []  # n-step rows, or trajectories of one row each
+
     rows = rows if pairs else piece.whole().columns
     twice = {next_key(key) for key in pairs}
     forms = {
@@ -359,6 +390,7 @@ def _layout_of(piece: RowPiece, kinds: Mapping[NestedKey, type[Form]]) -> Layout
         for key, values in rows.items()
         if key not in twice
     }
+
     return Layout(forms, pairs, [])
 
 
@@ -370,17 +402,21 @@ def _encode(piece: RowPiece, layout: Layout) -> dict[str, Tensor | Ragged]:
     columns: dict[str, Tensor | Ragged] = {
         column_name(key): form.encode(rows[key]) for key, form in layout.forms.items()
     }
+
     if layout.pairs:
         # The next observation of the last row of each fragment, and so of the file, is stored separately.
         lasts = _lasts(piece, layout.pairs)
         lengths = torch.zeros(_count(rows), dtype=torch.int64)
         lengths[torch.from_numpy(lasts)] = 1
+
         if piece.tails:
             tails = piece.following(torch.from_numpy(lasts))
         else:
             tails = NextPool(layout.pairs).tails(rows, None, lasts)
+
         for key, values in tails.items():
             columns[column_name(next_key(key))] = Ragged(values, lengths)
+
     return columns
 
 
@@ -451,11 +487,17 @@ def convert(
             f"batches must be a list or an iterator of flat batches, got a {type(batches).__name__}: pass [batch], or "
             "[buffer.oldest_first()] for the rows of a buffer"
         )
+
     checks.iterable("batches", batches, "a list or an iterator of flat batches")
-    checks.flags(overwrite=overwrite, progress=False if progress is None else progress)
+    if progress is None:
+        shown = False
+    else:
+        shown = progress
+    checks.flags(overwrite=overwrite, progress=shown)
     checks.whole_number("segment_bytes", segment_bytes)
     if facts is not None:
         facts = dict(checks.expect("facts", facts, Mapping, "a dict"))
+
     place = checks.file_path("path", path)
     options = Encodings(frame_stack, codec)
     kinds: dict[NestedKey, type[Form]] = dict.fromkeys(options.frame_stack, FrameForm)
@@ -467,6 +509,7 @@ def convert(
                 options.row_bytes(
                     {key: (values.dtype, values.shape[1:]) for key, values in piece.columns.items()}
                 )
+
             yield piece
             bar.update(len(next(iter(piece.columns.values()))))
 

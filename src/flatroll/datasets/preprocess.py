@@ -51,27 +51,33 @@ def preprocess(
     bounds = _bounds(source, num_chunks, num_frames)
     if dest.exists() and dest != source.absolute():
         raise FileExistsError(f"dest={dest} exists: remove it first, or choose another folder")
+
     parts = dest.parent / f".{dest.name}.parts"
     stamp = {"rows": [source.name, *_files(source)], "bounds": bounds, "fn": _stamp_of(fn)}
     first = parts / str(bounds[0][0])
+
     # Remove pieces made by another function or from other rows, and pieces that a dead process was removing.
     if parts.exists():
         there = [path for path in parts.iterdir() if path.name.isdigit()]
     else:
         there = []
+
     if not all(Folder(path).versions() for path in there) or (first.exists() and _load(first)[1] != stamp):
         shutil.rmtree(parts)
     # The first piece determines the rows' form; it is created here.
     work = _Work(open_rows(source), fn, parts, stamp, None)
     forms = _load(source)[0].forms
+
     # Compressed entries stay compressed; entries that were frame stacks may no longer be stacks.
     work.kinds = {key: type(form) for key, form in forms.items() if form.name != "frames"}
+
     with progress_bar(bounds[-1][1], progress, "preprocessing") as bar:
         bar.update(work.do(bounds[0]))
         work.layout = _load(first)[0]
         if num_workers:
             packed = pack((open_rows, source, fn, parts, stamp, work.layout.to_json()))
             context = get_context(mp_start_method)
+
             with ProcessPoolExecutor(num_workers, context, _begin_work, packed) as pool:
                 try:
                     for rows in pool.map(_do, bounds[1:]):
@@ -85,11 +91,13 @@ def preprocess(
         else:
             for piece in bounds[1:]:
                 bar.update(work.do(piece))
+
     segments: list[Segment] = []
     for begin, _ in bounds:
         folder = Folder(parts / str(begin))
         folder.load()
         segments.extend(folder.segments)
+
     with Folder(place_beside(dest)[0], write=True, overwrite=True) as folder:
         folder.adopt(segments)
         publish(folder, work.layout, dest, _load(source)[1])
@@ -115,12 +123,14 @@ class _Work:
         place = self.parts / str(first)
         if place.exists():
             return end - first
+
         changed = self.fn(self.rows[first:end])
         if not isinstance(changed, TensorDictBase) or changed.batch_size != torch.Size([end - first]):
             got = list(changed.batch_size) if isinstance(changed, TensorDictBase) else type(changed).__name__
             raise ValueError(
                 f"fn must return a batch [{end - first}], as many rows as it got; it returned {got}"
             )
+
         columns = leaves(changed)
         if self.layout is not None:
             kept = {*self.layout.forms, *map(next_key, self.layout.pairs)}
@@ -129,6 +139,7 @@ class _Work:
                     "fn must return the same entries for all rows, not "
                     f"{sorted(map(str, kept ^ set(columns)))} in some"
                 )
+
         write_folder(
             [RowPiece(columns)], place, facts=self.stamp, kinds=self.kinds, layout=self.layout, first=first
         )
@@ -168,12 +179,14 @@ def _bounds(path: Path, num_chunks: int | None = None, num_frames: int | None = 
         end = len(rows)
     else:
         end = min(len(rows), whole_number("num_frames", num_frames))
+
     if num_chunks is None:
         spans = [
             (max(part.first - rows.start, 0), min(part.end - rows.start, end)) for part in folder.segments
         ]
         return [[first, stop] for first, stop in spans if first < stop]
     edges = torch.linspace(0, end, min(whole_number("num_chunks", num_chunks), end) + 1).long().tolist()
+
     return [[first, stop] for first, stop in pairwise(edges)]
 
 
@@ -194,6 +207,7 @@ def _describe(value: Any, within: tuple[int, ...]) -> Any:
         if id(value) in within:
             return "above"
         return secrets.token_hex(8)
+
     within = (*within, id(value))
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         data = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
@@ -217,13 +231,19 @@ def _describe(value: Any, within: tuple[int, ...]) -> Any:
     if isinstance(value, type):
         methods = {name: item for name, item in vars(value).items() if isinstance(item, FunctionType)}
         own = value.__module__ == "__main__" or "<locals>" in value.__qualname__
-        return value.__module__, value.__qualname__, _describe(methods, within) if own else ()
+        if own:
+            described = _describe(methods, within)
+        else:
+            described = ()
+        return value.__module__, value.__qualname__, described
+
     if isinstance(value, ModuleType):
         return "module", value.__name__
     try:
         kept = value.__reduce_ex__(4)
     except (TypeError, AttributeError, PicklingError, RuntimeError):
         return secrets.token_hex(8)
+
     if isinstance(kept, str):
         return type(value).__qualname__, kept
     parts = [list(part) if isinstance(part, Iterator) else part for part in kept]
@@ -237,6 +257,7 @@ def _describe_function(fn: FunctionType, within: tuple[int, ...]) -> Any:
             cells.append(cell.cell_contents)
         except ValueError:  # nothing was assigned yet
             cells.append(None)
+
     used = {}
     for name in _names_of(fn.__code__) & fn.__globals__.keys():
         value = fn.__globals__[name]
@@ -244,6 +265,7 @@ def _describe_function(fn: FunctionType, within: tuple[int, ...]) -> Any:
             isinstance(value, FunctionType) and value.__module__ == fn.__module__
         ):
             used[name] = value
+
     holds = (fn.__code__, fn.__defaults__, fn.__kwdefaults__, cells, sorted(used.items()))
     return fn.__module__, fn.__qualname__, _describe(holds, within)
 
@@ -276,18 +298,22 @@ class RowsDataset(IterableDataset[TensorDictBase]):
     def __iter__(self) -> Iterator[TensorDictBase]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+
         # All workers of a pass must shuffle the files alike. The seed of a worker is a base seed plus its id.
         generator = torch.Generator()
         seed = torch.randint(2**62, ()) if info is None else info.seed - info.id
         generator.manual_seed((int(seed) + self._passes) % 2**63)
         self._passes += 1
         bounds = _bounds(self.path)
+
         if self.shuffle:
             order = torch.randperm(len(bounds), generator=generator)
         else:
             order = torch.arange(len(bounds))
+
         of_file = torch.randint(2**62, (len(bounds),), generator=generator).tolist()
         rows = self.open_rows(self.path)
+
         for number in order[worker::workers].tolist():
             first, end = bounds[number]
             numbers = torch.arange(first, end)
@@ -295,6 +321,7 @@ class RowsDataset(IterableDataset[TensorDictBase]):
                 # the same in every worker, different for each file
                 generator.manual_seed(of_file[number])
                 numbers = numbers[torch.randperm(len(numbers), generator=generator)]
+
             for start in range(0, len(numbers), self.batch_size):
                 yield rows[numbers[start : start + self.batch_size]]
 

@@ -130,6 +130,7 @@ class Checkpoint:
             raise TypeError(
                 f"buffer must be a ReplayBuffer or a ReplayBufferEnsemble, got {type(buffer).__name__}"
             )
+
         for name, part in self._parts.items():
             if isinstance(part, Saves):
                 raise TypeError(
@@ -165,16 +166,24 @@ class Checkpoint:
                 f"the version in {self.path} has {self._left}, which load(partial=True) left out and a save would "
                 "lose: save to another folder, with a new Checkpoint"
             )
+
         parts = {name: part.state_dict() for name, part in self._parts.items()}
         if not self._complete:
             _check_trained(self._parts, parts)
             self._complete = True
-        others = {"parts": parts, "rng": _generators() if self._rng else None, "extra": extra}
+
+        if self._rng:
+            generators = _generators()
+        else:
+            generators = None
+        others = {"parts": parts, "rng": generators, "extra": extra}
         if self._buffer is not None:
             return self._buffer.save_version(self.path, others, self._options).number
+
         packer = Packer()
         packer.add("buffer", None)
         packer.add("others", others)
+
         with Folder(
             self.path, write=True, log=False, resume=self._folder, **self._options._asdict()
         ) as folder:
@@ -213,11 +222,13 @@ class Checkpoint:
         flags(strict=strict, partial=partial)
         apply: Apply | None = None
         left: list[str] = []
+
         if self._buffer is not None:
             others, apply = self._buffer.load_version(self.path, version, strict)
         else:
             if not self.path.is_dir():
                 raise FileNotFoundError(f"there is no folder {self.path}: save makes it")
+
             folder = Folder(self.path)
             tree = folder.load_with(
                 lambda loaded: read_tree(loaded, loaded.end - loaded.head if partial else 0),
@@ -231,19 +242,23 @@ class Checkpoint:
                         "leave it out with load(partial=True)"
                     )
                 left = ["buffer"]
+
             others = tree["others"]
             self._folder = folder
+
         try:
             states = others["parts"]
             generators = others["rng"]
             extra = others["extra"]
         except KeyError:
             raise ValueError(f"{self.path} was saved by buffer.dumps: load it with buffer.loads") from None
+
         try:
             if not isinstance(extra, dict) or not isinstance(states, dict):
                 raise damaged(
                     f"its extra values are a {type(extra).__name__} and its parts a {type(states).__name__}"
                 )
+
             left += sorted(map(str, states.keys() - self._parts.keys()))
             lacks = self._parts.keys() - states.keys()
             if lacks or (left and not partial):
@@ -252,6 +267,7 @@ class Checkpoint:
                     part = ""
                 else:
                     part = ", or leave the others out with load(partial=True)"
+
                 raise ValueError(
                     f"the version has the parts {named}, this Checkpoint has {sorted(self._parts)}: create it "
                     f"with the same parts{part}"
@@ -261,12 +277,14 @@ class Checkpoint:
         except ValueError as error:
             error.add_note(f"while {self.path} was read")
             raise
+
         self._load_parts(states)
         if apply is not None:
             apply()
         if self._rng and not partial and generators is not None:
             _set_generators(generators)
         self._left = left
+
         return dict(extra)
 
     def _load_parts(self, states: dict[str, Any]) -> None:
@@ -298,6 +316,7 @@ def _check_trained(parts: Mapping[str, Stateful], states: Mapping[str, Any]) -> 
     for name, part in parts.items():
         if name in optimizers:
             continue
+
         tensors = [leaf for leaf in tree_leaves(states[name]) if isinstance(leaf, Tensor)]
         shared |= {(tensor.data_ptr(), tensor.shape) for tensor in tensors}
         if isinstance(part, nn.Module):
@@ -308,6 +327,7 @@ def _check_trained(parts: Mapping[str, Stateful], states: Mapping[str, Any]) -> 
     def is_saved(parameter: Tensor) -> bool:
         if id(parameter) in held or (parameter.data_ptr(), parameter.shape) in shared:
             return True
+
         return any(
             tensor.shape == parameter.shape
             and tensor.dtype is parameter.dtype
@@ -319,7 +339,11 @@ def _check_trained(parts: Mapping[str, Stateful], states: Mapping[str, Any]) -> 
         trained = [parameter for group in groups for parameter in group["params"]]
         missing = [list(parameter.shape) for parameter in trained if not is_saved(parameter)]
         if missing:
-            shapes = ", ".join(map(str, missing[:3])) + (", ..." if len(missing) > 3 else "")
+            if len(missing) > 3:
+                more = ", ..."
+            else:
+                more = ""
+            shapes = ", ".join(map(str, missing[:3])) + more
             raise ValueError(
                 f"{name} trains {len(trained)} parameters, of which {len(missing)} are in no part of this Checkpoint "
                 f"(shapes {shapes}) and would be lost: pass the module that holds them all, such as "
@@ -333,6 +357,7 @@ def read_tree(version: LoadedVersion, rows: int) -> dict[str, Any]:
         raise ValueError(
             f"the folder holds no run or buffer, but a {str(version.json['kind'])[:40]}: open it as such"
         )
+
     tree = unpack(version.json, version.tensors, max_bytes=_LEAST + _FACTOR * rows)
     if (
         not isinstance(tree, dict)
@@ -340,14 +365,20 @@ def read_tree(version: LoadedVersion, rows: int) -> dict[str, Any]:
         or not isinstance(tree["others"], dict)
     ):
         raise damaged("it is not a version of a run or a buffer")
+
     return tree
 
 
 def _generators() -> dict[str, Any]:
     """Return the states of the global random generators."""
+    if torch.cuda.is_available():
+        cuda = torch.cuda.get_rng_state_all()
+    else:
+        cuda = []
+
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": cuda,
         "numpy": np.random.get_state(),
         "python": random.getstate(),
     }

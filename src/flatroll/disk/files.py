@@ -41,6 +41,7 @@ def make_folder(path: Path, *, synced: bool) -> None:
         raise NotADirectoryError(
             errno.ENOTDIR, "a file already has the name of this folder: choose another name", str(path)
         )
+
     make_folder(path.parent, synced=synced)
     with suppress(FileExistsError):
         os.mkdir(path)
@@ -83,7 +84,12 @@ def replace(source: Path, target: Path, old: Path) -> None:
 
     At once where the system exchanges names. Elsewhere a crash between two renames leaves ``old`` alone.
     """
-    swap = getattr(_SYSTEM, "renameat2" if sys.platform == "linux" else "renameatx_np", None)
+    if sys.platform == "linux":
+        name = "renameat2"
+    else:
+        name = "renameatx_np"
+    swap = getattr(_SYSTEM, name, None)
+
     names = os.fsencode(source), os.fsencode(target)
     if swap is not None and not swap(_THIS_FOLDER, names[0], _THIS_FOLDER, names[1], _EXCHANGE):
         rename(source, old)
@@ -132,6 +138,7 @@ def lock(path: Path) -> int:
     except BaseException:
         os.close(descriptor)
         raise
+
     return descriptor
 
 
@@ -210,6 +217,7 @@ def publish(folder: Path, name: str, chunks: Iterable[Buffer], *, synced: bool, 
     temporary = folder / f"{name}{TEMPORARY}"
     path = folder / name
     made = [temporary]
+
     try:
         descriptor = create(temporary)
         try:
@@ -219,6 +227,7 @@ def publish(folder: Path, name: str, chunks: Iterable[Buffer], *, synced: bool, 
                 sync(descriptor)
         finally:
             close(descriptor)
+
         rename(temporary, path)
         made.append(path)
         if synced and named:
@@ -300,10 +309,12 @@ class SteadyFile(io.RawIOBase):
             with self._recording():
                 os.lseek(self._descriptor, self._position, os.SEEK_SET)
                 write(self._descriptor, data)
+
         if self._failure is not None:
             self._unwritten.append((self._position, bytes(data)))
         self._position += size
         self._end = max(self._end, self._position)
+
         return size
 
     @override
@@ -312,15 +323,18 @@ class SteadyFile(io.RawIOBase):
         view = memoryview(target).cast("B")
         view = view[: max(0, self._end - first)]
         view[:] = bytes(len(view))
+
         done = 0
         with self._recording():
             while got := os.preadv(self._descriptor, [view[done:]], first + done) if done < len(view) else 0:
                 done += got
+
         for at, data in self._unwritten:  # the part of [at, at + size) that is inside the view
             begin = max(at, first)
             end = min(at + len(data), first + len(view))
             if begin < end:
                 view[begin - first : end - first] = data[begin - at : end - at]
+
         self._position += len(view)
         return len(view)
 

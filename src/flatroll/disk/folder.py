@@ -75,6 +75,7 @@ class Listing(NamedTuple):
         for name in files.names(path):
             final = name.removesuffix(files.TEMPORARY)
             rows_name = RowsName.parse(final)
+
             manifest = MANIFEST.fullmatch(final)
             if final == LOCK or STATE.fullmatch(final) or (final != name and (rows_name or manifest)):
                 others.append(name)
@@ -84,6 +85,7 @@ class Listing(NamedTuple):
                 versions.append(int(manifest[1]))
             elif not name.endswith("/"):
                 foreign.append(name)
+
         return cls(frozenset(rows), sorted(versions, reverse=True), others, foreign)
 
     @property
@@ -188,14 +190,21 @@ class Folder:
             expect("resume", resume, (Version, Folder), "a Version, a Folder or None")
         if max_bytes is not None:
             whole_number("max_bytes", max_bytes, 0)
+
         self._write = write
         self._sync = sync
         self._log = log
         self._overwrite = overwrite
         self._unsettled = False  # whether names of published rows may not be synced yet
         self._keep = whole_number("keep", keep)
+
+        if segment_rows is None:
+            rows = MOST_ROWS
+        else:
+            rows = whole_number("segment_rows", segment_rows)
+
         self._whole = Size(
-            MOST_ROWS if segment_rows is None else whole_number("segment_rows", segment_rows),
+            rows,
             whole_number("segment_bytes", segment_bytes),
         )
         self._max_bytes = max_bytes
@@ -208,17 +217,24 @@ class Folder:
         self.version = None
         self._loaded = False
         self.forget_rows()
+
         if self.path.is_dir() or not write:
             listing = Listing.of(self.path)
             if listing.foreign and not (listing.rows or listing.versions or listing.others):
-                shown = ", ".join(listing.foreign[:3]) + (", ..." if len(listing.foreign) > 3 else "")
+                if len(listing.foreign) > 3:
+                    more = ", ..."
+                else:
+                    more = ""
+                shown = ", ".join(listing.foreign[:3]) + more
                 raise ValueError(
                     f"path must be a folder of rows and versions, or an empty or new one; {self.path} holds other "
                     f"files: {shown}"
                 )
+
         if write:
             files.make_folder(self.path, synced=sync)
             self._lock = _lock(self.path), os.getpid()
+
             try:
                 self._resume(resume)
             except BaseException:
@@ -246,6 +262,7 @@ class Folder:
         if self._lock is not None:
             (descriptor, process) = self._lock
             self._lock = None
+
             try:
                 # Unlock even if processes forked in the meantime also have the descriptor.
                 if process == os.getpid():
@@ -309,6 +326,7 @@ class Folder:
                     else:
                         listed = "none"
                     raise FileNotFoundError(f"{self.path} has no version {number}; there are: {listed}")
+
             damage: dict[int, str] = {}
             # List again each time: a writer may publish and remove versions.
             while untried := [
@@ -332,6 +350,7 @@ class Folder:
                         error.args = (f"{text[:1000]} ...",)
                     error.add_note(f"while version {found} of {self.path} was read")
                     raise
+
                 if lost := [text for version, text in damage.items() if version > found]:
                     warnings.warn(
                         f"{self.path}: version {found} (rows {self.head} to {self.end - 1}) was loaded, since newer "
@@ -339,7 +358,9 @@ class Folder:
                         RuntimeWarning,
                         stacklevel=3,
                     )
+
                 return result
+
             if damage:
                 raise DamagedFileError(f"{self.path} has no complete version: {'; '.join(damage.values())}")
             raise FileNotFoundError(f"{self.path} holds no version")
@@ -368,7 +389,9 @@ class Folder:
                 except MissingFileError:
                     if listing == before:
                         raise
+
                 before = listing  # a writer may have merged or dropped files meanwhile: list them again
+
             if verify and (damage := damaged_rows(segments)):
                 raise DamagedFileError(f"{self.path} holds damaged rows: {'; '.join(damage)}")
             if manifest is None:
@@ -378,10 +401,12 @@ class Folder:
                 self.forget_rows()
             else:
                 self._take(manifest, [])
+
             self._line, self._segments = line or self._line, segments
             if segments:
                 self._columns, self.end = segments[-1].schema, segments[-1].end
                 self.head = max(self.head, segments[0].first)
+
             self._loaded = True
             self._admitted = False
             self._begun = False
@@ -431,6 +456,7 @@ class Folder:
                 raise self._other_columns(columns)
             if not size.rows:
                 return
+
             self._begin_change()
             # Together with the short ones before them if a merge is due.
             sizes = [
@@ -438,12 +464,14 @@ class Folder:
                 for segment in self._segments
             ]
             merged = first_to_merge([*sizes, size], self._whole)
+
             try:
                 parts: list[Mapping[str, Column]] = [segment.read() for segment in self._segments[merged:]]
             except DamagedFileError as error:  # merging would give damaged rows a valid checksum
                 warnings.warn(f"{self.path}: {error}; it is left as it is", RuntimeWarning, stacklevel=2)
                 merged = len(self._segments)
                 parts = []
+
             begin = self._segments[merged].first if parts else first
             self._publish_rows([*parts, columns], slice(merged, None), begin, first + size.rows)
 
@@ -481,6 +509,7 @@ class Folder:
             record = None
             if tensors:
                 record = FileRecord(state_name(*version), header.size, header.checksum)
+
             manifest = Manifest(
                 version=version,
                 head=self.head,
@@ -492,12 +521,15 @@ class Folder:
                 extra=extra,
                 needs=tuple(sorted(header.needs.union(*(segment.needs for segment in self._segments)))),
             )
+
             text = manifest.encode()
             self._begin_change()
+
             try:
                 if record is not None:
                     files.publish(self.path, record.name, chunks, synced=self._sync, named=False)
                 self._settle(record is not None)
+
                 # Before publishing: if Ctrl-C interrupts it, this run still knows the version as its own.
                 self._known.add(version)
                 files.publish(self.path, manifest_name(version.number), [text], synced=self._sync)
@@ -505,6 +537,7 @@ class Folder:
                 self.version = version
             finally:
                 self._remove_unused()  # versions that are too old; also the new state if its manifest failed
+
             return version
 
     def replace(self, columns: Mapping[str, Column], first: int) -> None:
@@ -547,9 +580,11 @@ class Folder:
             own = {segment.contents: segment for segment in self._segments}
             adopted: list[Segment] = []
             line = secrets.token_hex(4)  # a new line: rows of the previous version may have the same numbers
+
             for segment in segments:
                 name = RowsName(segment.first, segment.end, line, 0)
                 adopted.append(own.get(segment.contents) or segment.share(self.path, name, synced=self._sync))
+
             self._unsettled = True
             self._line = line
             self._segments = adopted
@@ -566,6 +601,7 @@ class Folder:
             self._begin_change(change=False)
             if whole_number("row", row, 0) <= self.head:
                 return
+
             self._begin_change()
             self.head, self.end = row, max(row, self.end)
             if self._segments and self._segments[0].end <= row:
@@ -594,6 +630,7 @@ class Folder:
             else:
                 state = "open for reading: Folder(path, write=True) writes"
             raise ValueError(f"{self.path} is {state}")
+
         if not self._admitted:
             listing = Listing.of(self.path)
             # Newer versions that this run found damaged are known.
@@ -601,6 +638,7 @@ class Folder:
             newer = [
                 version for version in listing.versions if version > known and version not in self._damaged
             ]
+
             # Where rows count only as part of a version, rows without one are left over from an interrupted save.
             left_over = not self._log and not listing.versions
             unknown = bool(self._whole_manifests(newer)) or not (
@@ -611,15 +649,19 @@ class Folder:
                     there = f"version {listing.versions[0]}"
                 else:
                     there = "rows"
+
                 raise FileExistsError(
                     f"{self.path} holds {there}, which this run has neither loaded nor published: load it first, write "
                     "to another folder, or start again with overwrite=True"
                 )
+
             if unknown:
                 self._line = secrets.token_hex(4)
                 self._kept = self._whole_manifests(listing.versions, self._keep)
+
             self._number = 1 + max((name.number for name in listing.rows), default=0)
             self._admitted = True
+
         if change and not self._begun:
             self._remove_unused()
             self._begun = True
@@ -635,6 +677,7 @@ class Folder:
         unused = self._segments[old]
         head = self.head if self._segments else first
         reached = end if old.stop is None else self.end
+
         # One assignment, which Ctrl-C cannot split, and before files are removed: no row is published twice.
         self._segments[old], self._columns, self.head, self.end = [segment], segment.schema, head, reached
         if unused:
@@ -650,6 +693,7 @@ class Folder:
                 if self._unsettled:
                     self.close()
                 raise
+
         self._unsettled = False
 
     def _remove_unused(self) -> None:
@@ -661,17 +705,20 @@ class Folder:
         """
         if self._lock is None:
             return
+
         self._settle()
         needed = {LOCK, *(str(segment.name) for segment in self._segments)}
         needed = needed.union(*(manifest.names for manifest in self._kept))
         listing = Listing.of(self.path)
         unused = {name for name in listing.rows if str(name) not in needed}
         inside = find_covered(unused, listing.rows) if unused else set()
+
         # Remove manifests before their files, so that a kill leaves no version with missing files. A power loss may
         # leave one, but only of versions that are not kept; therefore no extra sync is needed.
         loose = [
             name for name in (*map(manifest_name, listing.versions), *listing.others) if name not in needed
         ]
+
         with suppress(OSError):
             for name in loose:
                 files.remove(self.path / name)
@@ -691,6 +738,7 @@ class Folder:
             self._known = before._known
             newest = next(iter(before._kept), None)
             present = {*map(str, listing.rows), *listing.others}
+
             if newest is not None and newest.version.number == next(iter(listing.versions), None):
                 records = newest.names - {manifest_name(newest.version.number)}
                 # These names are unique because of the random word, so nothing needs to be read.
@@ -698,15 +746,18 @@ class Folder:
                     kept = [
                         one for one in before._kept[: self._keep] if one.version.number in listing.versions
                     ]
+
                     # Drop the reader's maps, which keep removed files alive.
                     named = [Segment(self.path, segment.name, segment.header) for segment in before._named]
                     self._take(newest, named, kept)
                     return
         elif before is not None:
             self._known = {before}
+
         newest = next(iter(self._whole_manifests(listing.versions, 1)), None)
         if newest is None or newest.version not in self._known:
             return
+
         try:
             self._take(newest, self._open_rows(newest))
         except DamagedFileError as error:
@@ -735,6 +786,7 @@ class Folder:
                 f"version {manifest.version.number} of {self.path} has {manifest.size:,} bytes, max_bytes is "
                 f"{self._max_bytes:,}"
             )
+
         segments = []
         for record in manifest.rows:
             name = RowsName.parse(record.name)
@@ -743,6 +795,7 @@ class Folder:
             if segment.schema != manifest.columns:
                 raise DamagedFileError(f"{name}: {difference(manifest.columns, segment.schema)}")
             segments.append(segment)
+
         return segments
 
     def read_version(self, number: int) -> LoadedVersion:
@@ -761,6 +814,7 @@ class Folder:
             tensors = tensor_file.read_all(self.path, *manifest.state)
         else:
             tensors = {}
+
         return LoadedVersion(
             manifest.version,
             manifest.tree,
@@ -779,6 +833,7 @@ class Folder:
         if kept is None:
             older = [version for version in self.versions() if version < manifest.version.number]
             kept = [manifest, *self._whole_manifests(older, self._keep - 1)]
+
         self._kept, self._named = kept, list(segments)
         self._segments, self._columns = [*self._named], dict(manifest.columns)
         self.version, self._line = manifest.version, manifest.version.line
@@ -805,6 +860,7 @@ class Folder:
         manifest = next(iter(self._whole_manifests(listing.versions, 1)), None)
         named = [] if manifest is None else self._open_rows(manifest)
         known = {segment.name: segment for segment in named}
+
         if manifest is None:
 
             def reach(line: str) -> tuple[int, str]:
@@ -823,8 +879,10 @@ class Folder:
             later = {name for name in listing.rows if name.line == line and name.end > manifest.end}
             candidates = {*known, *later}
             first = named[0].first if named else manifest.end
+
         segments: list[Segment] = []
         end = first or 0
+
         total = 0
         for name in chain_of_names(candidates, first):
             try:
@@ -836,6 +894,7 @@ class Folder:
                     raise
                 lose(f"{error}; rows from {name.first} on are lost")
                 break
+
             segments.append(segment)
             total += segment.size
             if self._max_bytes is not None and total > self._max_bytes:
@@ -844,6 +903,7 @@ class Folder:
                 )
             schema = segment.schema
             end = segment.end
+
         behind = min((name.first for name in candidates if name.first > end), default=None)
         if behind is not None:
             lose(
@@ -880,6 +940,7 @@ def find_covered(names: Set[RowsName], present: Set[RowsName]) -> set[RowsName]:
     """
     found = set()
     largest: RowsName | None = None
+
     # Sorted by first row, longest first, and among equals the files that stay first: a file comes after those
     # that cover it, and if any earlier file covers it, the one that ends last does.
     for name in sorted(present, key=lambda name: (name.first, -name.end, name in names, name)):
@@ -888,6 +949,7 @@ def find_covered(names: Set[RowsName], present: Set[RowsName]) -> set[RowsName]:
                 found.add(name)
         else:
             largest = name
+
     return found
 
 
@@ -917,6 +979,7 @@ def first_to_merge(sizes: Sequence[Size], whole: Size) -> int:
         size = sizes[position]
         if size.rows >= whole.rows or size.bytes >= whole.bytes:
             break
+
         rows = rows + size.rows
         total = total + size.bytes
         largest = max(largest, size.bytes)
@@ -924,4 +987,5 @@ def first_to_merge(sizes: Sequence[Size], whole: Size) -> int:
             first = position
         if rows >= whole.rows or total >= whole.bytes:
             return position
+
     return first

@@ -120,13 +120,16 @@ def inspect_folder(path: Path, *, verify: bool = False) -> Report:
     folder = Folder(path)
     if Listing.of(path).is_empty:
         raise ValueError("it holds neither rows nor versions")
+
     lines_of_versions, versions, damage = _versions(path, verify=verify)
+
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         try:
             folder.recover()
         except DamagedFileError as error:
             damage.append(str(error))
+
     damage += [str(warning.message) for warning in caught]
     if verify:
         damage += [text for text in damaged_rows(folder.segments) if not any(text in line for line in damage)]
@@ -138,18 +141,26 @@ def inspect_folder(path: Path, *, verify: bool = False) -> Report:
     if versions and folder.end > versions[0].end:
         since = _rows(max(folder.head, versions[0].end), folder.end)
         lines.append(f"after {versions[0].name}: {since}, which a DiskStorage or Folder.recover() has, too")
-    lines += ["", *_table(folder.columns)] if folder.columns else []
+
+    if folder.columns:
+        table = ["", *_table(folder.columns)]
+    else:
+        table = []
+    lines += table
+
     trajectories = _trajectories(folder) if count else None
     if trajectories is not None:
         lines += ["", f"{len(trajectories.lengths):,} trajectories"]
         if trajectories.ended is not None:
             ended = int(trajectories.ended.sum())
             lines.append(f"{ended:,} ended, {len(trajectories.ended) - ended:,} open")
+
         lines += _histogram("length", trajectories.lengths)
         if trajectories.returns is not None:
             lines += _histogram("return", trajectories.returns)
     elif count:
         lines += ["", "no column says where trajectories begin or end"]
+
     for name in files.names(path):
         if _PART.fullmatch(name):  # part of an ensemble, or of a save by several processes
             try:
@@ -159,6 +170,7 @@ def inspect_folder(path: Path, *, verify: bool = False) -> Report:
             else:
                 lines += ["", part.text]
                 damage += [f"{name}{text}" for text in part.damage]
+
     stretches = [Stretch(str(segment.name), segment.first, segment.end) for segment in folder.segments]
     title = f"{path.resolve().name}: {rows}"
     return Report("\n".join(lines), list(dict.fromkeys(damage)), trajectories, title, stretches, versions)
@@ -175,6 +187,7 @@ def save_picture(report: Report, file: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError('a picture needs matplotlib: pip install "flatroll[plot]"') from error
+
     if report.trajectories is None:
         raise ValueError("there are no trajectories to draw")
     lengths, returns, _ = report.trajectories
@@ -182,6 +195,7 @@ def save_picture(report: Report, file: Path) -> None:
         shown = {"length": lengths}
     else:
         shown = {"length": lengths, "return": returns}
+
     figure = Figure(figsize=(9, 4.6), layout="constrained")
     figure.suptitle(report.title)
     top, *below = figure.subplot_mosaic([["log"] * len(shown), list(shown)], height_ratios=(1, 2)).values()
@@ -201,12 +215,18 @@ def _draw_log(axes: Any, report: Report) -> None:
             colour = _RED
         else:
             colour = _BLUE
+
         axes.barh(
             0, part.end - part.first, left=part.first, height=0.6, color=colour, alpha=1 - number % 2 * 0.4
         )
+
     count = len(report.files)
     axes.set_yticks(range(len(bars) + 1), [f"{count} file{'s' * (count != 1)}", *(bar.name for bar in bars)])
-    axes.set_xlabel(f"row ({len(report.damage)} damaged)" if report.damage else "row")
+    if report.damage:
+        label = f"row ({len(report.damage)} damaged)"
+    else:
+        label = "row"
+    axes.set_xlabel(label)
     _plain(axes)
 
 
@@ -221,16 +241,19 @@ def _draw_histogram(axes: Any, name: str, values: Tensor) -> None:
         edges: Any = torch.arange(low, high + 2 + (high - low) // 30, 1 + (high - low) // 30).numpy() - 0.5
     else:
         edges = 30
+
     axes.hist(values.numpy(), bins=edges, color=_BLUE)
     label = f"{name} of a trajectory"
     if len(values):
         mean = float(values.mean())
         axes.axvline(mean, color=_RED, linestyle="--")
         label += f" (mean {mean:.5g})"
+
         if (
             float(values.max() - values.min()) < 6 and whole
         ):  # with few values, a bar is narrower than the picture
             axes.set_xlim(float(values.min()) - 3, float(values.max()) + 3)
+
     axes.xaxis.get_major_locator().set_params(integer=whole)
     axes.yaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel(label)
@@ -250,13 +273,19 @@ def _versions(path: Path, *, verify: bool) -> tuple[list[str], list[Stretch], li
     stretches = []
     damage = []
     folder = Folder(path)
+
     for number in folder.versions():
         try:
             manifest = read_manifest(path, number)
             lines.append(_version_line(manifest))
             stretches.append(Stretch(f"version {number}", manifest.head, manifest.end))
             loaded = folder.read_version(number)
-            facts = manifest.extra if isinstance(manifest.extra, dict) else {}
+
+            if isinstance(manifest.extra, dict):
+                facts = manifest.extra
+            else:
+                facts = {}
+
             if facts.get("kind") in ("run", "buffer", "ensemble"):
                 extra = read_tree(loaded, manifest.end - manifest.head)["others"].get("extra")
                 if isinstance(extra, dict) and extra:
@@ -265,8 +294,10 @@ def _versions(path: Path, *, verify: bool) -> tuple[list[str], list[Stretch], li
         except (DamagedFileError, DamagedState) as error:
             damage.append(f"version {number}: {error}")
             continue
+
         if verify:
             damage += [f"version {number}: {text}" for text in damaged_rows(loaded.segments)]
+
     return lines, stretches, damage
 
 
@@ -275,6 +306,7 @@ def _version_line(manifest: Manifest) -> str:
         state = f", state of {manifest.state.size:,} bytes"
     else:
         state = ""
+
     facts = manifest.extra.items() if isinstance(manifest.extra, dict) else [("note", manifest.extra)]
     extra = "".join(f", {name}: {value}" for name, value in facts if value is not None)
     return (
@@ -306,6 +338,7 @@ def _table(columns: Schema) -> list[str]:
         for name, column in sorted(columns.items())
     ]
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
         for cells in rows
@@ -322,6 +355,7 @@ def _trajectories(folder: Folder) -> Trajectories | None:
     first = folder.segments[0].first
     schema = {as_tuple(column_key(name)): (name, column) for name, column in folder.columns.items()}
     wanted = _STORED if _LANE in schema else _PLAIN
+
     for key in wanted.keys() & schema.keys():
         name, column = schema[key]
         one_value = not column.ragged and column.shape in ((), (1,)) and not DTYPES[column.dtype].is_complex
@@ -329,9 +363,11 @@ def _trajectories(folder: Folder) -> Trajectories | None:
             parts = [segment.columns[name] for segment in folder.segments]
             joined = torch.cat([part for part in parts if not isinstance(part, Ragged)])
             columns[wanted[key]] = joined[folder.head - first :].reshape(-1)
+
     reward = columns.pop(_REWARD, None)
     if not set(columns) - {_MASK}:
         return None
+
     batch = TensorDict(
         {plain_key(key): column for key, column in columns.items()}, [folder.end - folder.head]
     )
@@ -344,12 +380,17 @@ def _trajectories(folder: Folder) -> Trajectories | None:
     joins = _number_trajectories(columns, first_rows, last_rows)
     trajectory = joins[run_of_row]
     count = int(joins.max()) + 1
+
     # the last row of the last run of each trajectory
     lasts = last_rows.new_zeros(count).scatter_reduce(0, joins, last_rows, "amax")
     returns = None
     if reward is not None:
         returns = torch.zeros(count, dtype=torch.float64).index_add_(0, trajectory, reward.double())
-    return Trajectories(trajectory.bincount(), returns, None if done is None else done[lasts])
+    if done is None:
+        ended = None
+    else:
+        ended = done[lasts]
+    return Trajectories(trajectory.bincount(), returns, ended)
 
 
 def _number_trajectories(
@@ -362,12 +403,14 @@ def _number_trajectories(
     runs = torch.arange(len(first_rows))
     if ids is None or is_init is None:  # no marker links a run to an earlier one
         return runs
+
     order = ids[first_rows].argsort(stable=True)  # group the runs of each id, in order
     before = order[:-1]
     after = order[1:]
     goes_on = (ids[first_rows[before]] == ids[first_rows[after]]) & ~is_init[first_rows[after]]
     if done is not None:
         goes_on &= ~done[last_rows[before]]
+
     begins = torch.cat([goes_on.new_ones(1), ~goes_on])
     first_run = order[begins][begins.cumsum(0) - 1]  # in this order: the first run of each trajectory
     joined = torch.empty_like(runs).scatter_(0, order, first_run)
@@ -379,11 +422,13 @@ def _histogram(name: str, values: Tensor) -> list[str]:
     finite = values[values.isfinite()].double()
     if not len(finite):
         return [f"{name}: none that is finite"]
+
     low = float(finite.min())
     high = float(finite.max())
     lines = [f"{name}: {low:g} to {high:g}, mean {float(finite.mean()):g}"]
     if not bool(torch.isfinite(finite.max() - finite.min())):
         return lines
+
     whole = bool((finite == finite.round()).all()) and high - low < 2**53
     # Whole numbers get bins of a whole width: the smallest for which ten bins are enough.
     if whole:
@@ -393,6 +438,7 @@ def _histogram(name: str, values: Tensor) -> list[str]:
     places = ((finite - low) / width).long().clamp_(0, _BINS - 1)
     counts = torch.bincount(places).tolist()
     digits = len(str(max(counts)))
+
     for place, count in enumerate(counts):
         bar = "█" * round(_BAR * count / max(counts))
         lines.append(f"{low + place * width:14.6g}  {count:{digits}d}  {bar}".rstrip())

@@ -74,7 +74,11 @@ class Manifest:
     @property
     def names(self) -> set[str]:
         """The files of the version, its manifest included."""
-        named = [*self.rows, *([] if self.state is None else [self.state])]
+        if self.state is None:
+            states = []
+        else:
+            states = [self.state]
+        named = [*self.rows, *states]
         return {manifest_name(self.version.number), *(record.name for record in named)}
 
     @property
@@ -94,12 +98,14 @@ class Manifest:
         fields["version"], fields["line"] = self.version
         if (deepest := depth(fields)) > DEEPEST:
             raise ValueError(f"the JSON part of a state may be nested {DEEPEST} deep, got {deepest}")
+
         text = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
         if len(text) > MOST_BYTES:
             raise ValueError(
                 f"a manifest has at most {MOST_BYTES:,} bytes, got {len(text):,}: put more into tensors"
             )
         at = len(_BEFORE_CHECKSUM)
+
         return text[:at] + f"{zlib.crc32(text):08x}".encode() + text[at + len(_NO_CHECKSUM) :]
 
 
@@ -113,6 +119,7 @@ def read_manifest(folder: Path, number: int) -> Manifest:
     with opened(folder, manifest_name(number)) as (descriptor, size):
         if size > MOST_BYTES:
             raise DamagedFileError(f"{size:,} bytes, more than the {MOST_BYTES:,} allowed")
+
         memory = bytearray(size)
         files.read_into(descriptor, 0, memory)
         text = bytes(memory)
@@ -121,10 +128,12 @@ def read_manifest(folder: Path, number: int) -> Manifest:
         checksum = zlib.crc32(text[:at] + _NO_CHECKSUM.encode() + text[end:])
         if not text.startswith(_BEFORE_CHECKSUM) or text[at:end] != f"{checksum:08x}".encode():
             raise DamagedFileError("its checksum is wrong")
+
         try:
             fields = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise DamagedFileError(f"it is not JSON: {error}") from None
+
         if depth(fields) > DEEPEST:
             raise DamagedFileError(f"it is nested more than {DEEPEST} deep")
         try:
@@ -140,6 +149,7 @@ def read_manifest(folder: Path, number: int) -> Manifest:
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedFileError(f"it cannot be understood: {str(error)[:200]}") from None
+
         if manifest.version.number != number:
             raise DamagedFileError(f"it is of version {manifest.version.number}")
         return manifest
@@ -156,6 +166,7 @@ def _from_fields(fields: Mapping[str, Json]) -> Manifest:
     line = fields["line"]
     if not isinstance(line, str) or re.fullmatch(LINE, line) is None:
         raise ValueError(f"its line {line!r} is invalid")
+
     records = [
         FileRecord(name, _count(size, 2**63), _count(checksum, 2**32))
         for name, size, checksum in [*fields["rows"], *([] if fields["state"] is None else [fields["state"]])]
@@ -163,6 +174,7 @@ def _from_fields(fields: Mapping[str, Json]) -> Manifest:
     state = None if fields["state"] is None else records.pop()
     if state is not None and state.name != state_name(number, line):
         raise ValueError(f"{state.name!r} is not the file of tensors of version {number} and line {line}")
+
     first = position = None
     for record in records:
         name = RowsName.parse(record.name)
@@ -170,13 +182,17 @@ def _from_fields(fields: Mapping[str, Json]) -> Manifest:
             raise ValueError(f"{record.name!r} is not a file of rows from row {position} on")
         first = name.first if first is None else first
         position = name.end
-    if end != (head if position is None else position) or not (0 if first is None else first) <= head <= end:
+
+    last = head if position is None else position
+    if end != last or not (0 if first is None else first) <= head <= end:
         raise ValueError(f"rows {head} to {end}, but the files end at row {position}")
+
     columns: Schema = {}
     for column, (dtype, shape, ragged) in fields["columns"].items():
         if dtype not in DTYPES or len(shape) >= MOST_DIMENSIONS or not isinstance(ragged, bool):
             raise ValueError(f"column {column!r} is described as {dtype}, {shape}, {ragged}")
         columns[column] = ColumnSchema(dtype, tuple(_count(n) for n in shape), ragged)
+
     return Manifest(
         version=Version(number, line),
         head=head,
@@ -206,6 +222,7 @@ def depth(value: Json) -> int:
     """
     level = [value]
     deepest = -1
+
     while level and deepest <= DEEPEST + 1:
         inner: list[Json] = []
         for item in level:
@@ -213,6 +230,8 @@ def depth(value: Json) -> int:
                 inner.extend(item.values() or [None])
             elif isinstance(item, (list, tuple)):
                 inner.extend(item or [None])
+
         level = inner
         deepest = deepest + 1
+
     return deepest

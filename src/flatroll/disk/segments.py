@@ -81,6 +81,7 @@ def column_name(key: NestedKey) -> str:
         part.replace("%", "%25").replace("/", "%2F").replace("#", "%23") or "%" for part in as_tuple(key)
     ]
     name = "/".join(parts)
+
     # safetensors has another use for that name
     if name == "__metadata__":
         return "%5F_metadata__"
@@ -159,6 +160,7 @@ def check_columns(columns: Mapping[str, Column]) -> Size:
     """
     if not isinstance(columns, Mapping):
         raise TypeError(f"columns must be a dict of tensors or Ragged by name, got {shown(columns)}")
+
     counts: dict[str, int | None] = {}
     size = 0
     for name, column in columns.items():
@@ -168,19 +170,27 @@ def check_columns(columns: Mapping[str, Column]) -> Size:
             raise ValueError(
                 f"a column cannot be called {name!r}: column_name makes a valid name for any key"
             )
+
         rows = column.lengths if isinstance(column, Ragged) else column
         if not isinstance(rows, Tensor):
             raise TypeError(f"column {name!r} must be a tensor or Ragged, got {type(column).__name__}")
+
         if isinstance(column, Ragged):
-            values = column.values.shape[0] if column.values.dim() else -1
+            if column.values.dim():
+                values = column.values.shape[0]
+            else:
+                values = -1
+
             if rows.dtype != torch.int64 or rows.dim() != 1 or values < 0:
                 raise ValueError(f"ragged column {name!r} must have values [M, ...] and lengths int64 [N]")
             if bool((rows < 0).any()) or int(rows.sum()) != values:
                 raise ValueError(f"the lengths of ragged column {name!r} must add up to its {values} values")
         elif rows.layout is not torch.strided:
             raise TypeError(f"column {name!r} must be dense, got layout {rows.layout}")
+
         counts[name] = rows.shape[0] if rows.dim() else None
         size += sum(part.nbytes for part in (column if isinstance(column, Ragged) else (column,)))
+
     sizes = set(counts.values())
     if len(sizes) != 1 or None in sizes:
         raise ValueError(f"columns must have the same number of rows, got {counts}")
@@ -200,6 +210,7 @@ def difference(expected: Schema, got: Schema) -> str:
         for name, column in expected.items()
         if name in got and got[name] != column
     ]
+
     return ", ".join([*missing, *added, *changed])
 
 
@@ -230,12 +241,14 @@ class Segment:
         self.first, self.end, self.rows = name.first, name.end, name.end - name.first
         self.record = FileRecord(str(name), header.size, header.checksum)
         self.schema: Schema = {}
+
         try:
             if header.metadata["format"] != str(FORMAT):
                 raise DamagedFileError(f"format {header.metadata['format']}, this version reads {FORMAT}")
             ragged = set(json.loads(header.metadata["ragged"]))
         except (KeyError, ValueError, TypeError) as error:
             raise DamagedFileError(f"not a file of rows: {error}") from None
+
         entries = header.entries
         for column, entry in entries.items():
             if not entry.shape or (column not in ragged and entry.shape[0] != self.rows):
@@ -243,12 +256,18 @@ class Segment:
             if not column.endswith(LENGTHS):
                 kind = ColumnSchema(dtype_name(entry.dtype), entry.shape[1:], column in ragged)
                 self.schema[column] = kind
+
         lengths = {column + LENGTHS for column in ragged}
         if {*self.schema, *lengths} != set(entries) or not ragged <= set(self.schema):
             raise DamagedFileError("ragged columns do not match their lengths")
         if any(entries[n].shape != (self.rows,) or entries[n].dtype != torch.int64 for n in lengths):
             raise DamagedFileError("lengths of ragged columns are not int64 per row")
-        self.needs = header.needs | ({"ragged"} if ragged else set())
+
+        if ragged:
+            ragged_needs = {"ragged"}
+        else:
+            ragged_needs = set()
+        self.needs = header.needs | ragged_needs
 
     @classmethod
     def open(
@@ -263,6 +282,7 @@ class Segment:
             header = tensor_file.read_header(descriptor, size)
             if record is not None and (header.size, header.checksum) != (record.size, record.checksum):
                 raise DamagedFileError("it is not the file that its version refers to")
+
             segment = cls(folder, name, header)
             if mapped:
                 segment._maps = tensor_file.map_tensors(descriptor, header)
@@ -310,6 +330,7 @@ class Segment:
             for name, target in (targets or {}).items()
             if self.schema.get(name) == (str(target.dtype).removeprefix("torch."), target.shape[1:], False)
         }
+
         try:
             with opened(self.folder, str(self.name)) as (descriptor, _):
                 tensors = {
@@ -319,12 +340,15 @@ class Segment:
         except MissingFileError:
             if "_maps" not in self.__dict__:
                 raise
+
             # A writer has removed the file meanwhile; the map still holds it.
             tensors = {name: tensor.clone() for name, tensor in self._maps[1].items()}
+
             for name, tensor in tensors.items():
                 tensor_file.check_bytes(name, entries[name], tensor_file.bytes_of(tensor))
                 if name in targets:
                     targets[name].copy_(tensor)
+
         return _assemble(self.schema, tensors)
 
     def share(self, folder: Path, name: RowsName, *, synced: bool) -> "Segment":
@@ -341,6 +365,7 @@ class Segment:
         else:
             if synced:  # the writer of the linked file may not have synced it
                 files.sync_all(folder / str(name))
+
         return Segment(folder, name, self.header)
 
     def prefetch(self, rows: Ints) -> None:
@@ -382,6 +407,7 @@ def damaged_rows(segments: Iterable[Segment]) -> list[str]:
             segment.read()
         except DamagedFileError as error:
             damage.append(str(error))
+
     return damage
 
 
@@ -392,17 +418,26 @@ def read_range(segments: Iterable[Segment], schema: Schema, first: int, end: int
         for name, column in schema.items()
         if not column.ragged
     }
+
     pieces: dict[str, list[Ragged]] = {name: [] for name in schema if name not in plain}
+
     for segment in segments:
         low = max(first, segment.first)
         high = min(end, segment.end)
         if low >= high:
             continue
+
         begin = low - segment.first
         stop = high - segment.first
         whole = segment.rows == high - low
         targets = {name: column[low - first : high - first] for name, column in plain.items()}
-        for name, column in segment.read(targets if whole else {}).items():
+
+        if whole:
+            into = targets
+        else:
+            into = {}
+
+        for name, column in segment.read(into).items():
             if isinstance(column, Ragged):
                 ends = column.lengths.cumsum(0)
                 at = int(ends[begin - 1]) if begin else 0
@@ -411,17 +446,20 @@ def read_range(segments: Iterable[Segment], schema: Schema, first: int, end: int
                 )
             elif not whole:
                 targets[name].copy_(column[begin:stop])
+
     columns: dict[str, Column] = {}
     for name, column_schema in schema.items():
         if name in plain:
             columns[name] = plain[name]
             continue
+
         values = [piece.values for piece in pieces[name]]
         lengths = [piece.lengths for piece in pieces[name]]
         columns[name] = Ragged(
             torch.cat(values or [torch.empty((0, *column_schema.shape), dtype=DTYPES[column_schema.dtype])]),
             torch.cat(lengths or [torch.empty(0, dtype=torch.int64)]),
         )
+
     return columns
 
 
@@ -438,6 +476,7 @@ def page_stretches(rows: Ints, size: int, first: int = 0) -> list[tuple[int, int
     """
     if not len(rows) or not size:
         return []
+
     # Rows less than a page apart form one stretch.
     gaps = np.flatnonzero(np.diff(rows) > 1 + mmap.PAGESIZE // size)
     begins = (first + rows[np.concatenate([[0], gaps + 1])] * size) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -457,12 +496,14 @@ def encode_segment(name: RowsName, parts: Sequence[Mapping[str, Column]]) -> tup
             pieces[column + LENGTHS] = [piece.lengths for piece in columns if isinstance(piece, Ragged)]
         else:
             pieces[column] = [piece for piece in columns if isinstance(piece, Tensor)]
+
     metadata = {
         "format": str(FORMAT),
         "first": str(name.first),
         "end": str(name.end),
         "ragged": json.dumps(ragged),
     }
+
     return tensor_file.encode(pieces, metadata)
 
 
@@ -479,6 +520,7 @@ def chain_of_names(names: Iterable[RowsName], first: int | None = None) -> list[
     for name in sorted(names):
         longest[name.first] = name  # sorted by end: the longest comes last
     position = min(longest, default=0) if first is None else first
+
     chain = []
     while position in longest:
         chain.append(longest[position])
@@ -494,9 +536,11 @@ def _assemble(schema: Schema, tensors: Mapping[str, Tensor]) -> dict[str, Column
         if not column.ragged:
             columns[name] = values
             continue
+
         lengths = tensors[name + LENGTHS]
         # The sum cannot overflow: no length exceeds the number of values.
         if bool(((lengths < 0) | (lengths > len(values))).any()) or int(lengths.sum()) != len(values):
             raise DamagedFileError(f"the lengths of {name!r} do not add up to its {len(values)} values")
         columns[name] = Ragged(values, lengths)
+
     return columns

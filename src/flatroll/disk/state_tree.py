@@ -155,6 +155,7 @@ class Packer:
         self.tree: Any = ["dict", self._pairs]
         self._compress = compress
         self._host = host
+
         self._codec = "zstd"
         try:
             import zstandard
@@ -190,11 +191,17 @@ class Packer:
                     raise TypeError(f"{path} has the key {key!r}: keys are scalars, or tuples of them")
                 at = f"{path}[{key!r}]"
                 pairs.append([self.value(key, at, depth + 1), self.value(item, at, depth + 1)])
+
             if kind is dict:
                 return ["dict", pairs]
             # nn.Module.state_dict stores the versions of its modules here.
             metadata = getattr(value, "_metadata", None)
-            return ["ordered", pairs, None if metadata is None else self.value(metadata, path, depth + 1)]
+            if metadata is None:
+                described = None
+            else:
+                described = self.value(metadata, path, depth + 1)
+            return ["ordered", pairs, described]
+
         if isinstance(value, (TensorDictBase, NonTensorData)):
             return self._tensordict(value, path, depth)
         if isinstance(value, Tensor):
@@ -210,11 +217,13 @@ class Packer:
         if isinstance(value, (np.ndarray, np.generic)) and kind is not np.void:
             if value.dtype.hasobject:
                 raise TypeError(f"{path} is an array of Python objects, which cannot be saved")
+
             descr = np.lib.format.dtype_to_descr(value.dtype)
             if isinstance(value, np.generic):
                 return ["number", descr, value.tobytes().hex()]
             memory = np.frombuffer(bytearray(np.ascontiguousarray(value).tobytes()), np.uint8)
             return ["array", self._store(torch.from_numpy(memory), False), descr, list(value.shape)]
+
         raise _no_data(value, path)
 
     def _tensordict(self, value: Any, path: str, depth: int) -> Any:
@@ -226,10 +235,12 @@ class Packer:
             return ["lazy_stack", value.stack_dim, parts]
         if type(value) not in (TensorDict, NestedRuns) and not value.is_memmap():
             raise _no_data(value, path)
+
         pairs = [
             [name, self.value(value.get(name), f"{path}[{name!r}]", depth + 1)]
             for name in value.keys()  # noqa: SIM118
         ]
+
         if self._host or value.device is None:
             device = []
         else:
@@ -245,13 +256,20 @@ class Packer:
             raise TypeError(
                 f"{path} is a {value.layout} tensor on {value.device}: a state can hold only dense tensors"
             )
+
         plain = value.detach()
         given = (plain.data_ptr(), plain.dtype, plain.shape, plain.stride(), plain.is_conj(), plain.is_neg())
         form = [str(plain.dtype).removeprefix("torch."), list(plain.shape)]
         if given in self._names and plain.numel():
             return ["tensor", self._names[given][0], *form]
-        flat = (plain.cpu() if self._host else plain).resolve_conj().resolve_neg().contiguous().reshape(-1)
+
+        if self._host:
+            dense = plain.cpu()
+        else:
+            dense = plain
+        flat = dense.resolve_conj().resolve_neg().contiguous().reshape(-1)
         flat = flat.as_strided((plain.numel(),), (1,))
+
         # Words that every version of safetensors supports, in place of the dtype.
         words = flat.view(_WORDS[plain.element_size()])
         name = self._store(words, flat.data_ptr() == plain.data_ptr())
@@ -270,6 +288,7 @@ class Packer:
                     name = f"{number}.{self._codec}"
                     self.tensors[name] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
                     return name
+
         name = f"{number}.raw"
         self.tensors[name] = words.clone() if shared else words
         return name
@@ -294,6 +313,7 @@ class _Unpacker:
             raise damaged(f"its tree nests more than {_DEEPEST} levels deep")
         if not isinstance(value, list) or not value or not isinstance(value[0], str):
             raise damaged(f"its tree has {str(value)[:40]!r} where a value is expected")
+
         try:
             return self._make(value, depth + 1)
         except DamagedState:
@@ -322,6 +342,7 @@ class _Unpacker:
                 size = _shape(shape)
                 if (stored := self._tensors.get(name)) is not None and stored.device.type != "cpu":
                     return stored.clone().view(kind).view(size)
+
                 memory = self._memory(name, math.prod(size) * kind.itemsize)
                 if len(memory):
                     return torch.from_numpy(memory).view(kind).view(size)
@@ -349,6 +370,7 @@ class _Unpacker:
                     or bounds.dtype is not torch.int64
                 ):
                     raise damaged("its tree has an empty nested tensor")
+
                 if (
                     bounds.ndim != 1
                     or bounds[0] != 0
@@ -358,6 +380,7 @@ class _Unpacker:
                     raise damaged(
                         f"its tree has a nested tensor of {len(rows)} rows whose bounds do not match"
                     )
+
                 return torch.nested.nested_tensor_from_jagged(rows, bounds)
             case ["size", shape]:
                 return _shape(shape)
@@ -374,7 +397,12 @@ class _Unpacker:
                         entry, (Tensor, TensorDictBase, NonTensorData)
                     ):
                         raise damaged(f"its tree has a tensordict whose {name!r} is a {type(entry).__name__}")
-                return TensorDict(entries, _shape(shape), device=device[0] if device else None)
+
+                if device:
+                    place = device[0]
+                else:
+                    place = None
+                return TensorDict(entries, _shape(shape), device=place)
             case ["lazy_stack", int(dim), list(parts)]:
                 stacked = [self.value(part, depth) for part in parts]
                 if not stacked or not all(isinstance(td, TensorDictBase) for td in stacked):
@@ -382,6 +410,7 @@ class _Unpacker:
                 return LazyStackedTensorDict.lazy_stack(stacked, dim)
             case ["non_tensor", shape, data]:
                 return NonTensorData(self.value(data, depth), batch_size=_shape(shape))
+
         raise ValueError(f"unknown kind, or unexpected {str(value[1:])[:40]!r}")
 
     def _dict(self, pairs: list[Any], depth: int, made: Any) -> Any:
@@ -391,11 +420,16 @@ class _Unpacker:
             if not _is_key(name) or name in made:
                 raise damaged(f"its tree has a dict with the key {name!r}, or with this key twice")
             made[name] = self.value(item, depth)
+
         return made
 
     def _memory(self, name: Any, size: int) -> Array:
         """Return a copy of the ``size`` bytes of the tensor ``name``, uint8."""
-        stored = self._tensors.get(name) if isinstance(name, str) else None
+        if isinstance(name, str):
+            stored = self._tensors.get(name)
+        else:
+            stored = None
+
         if stored is None or stored.ndim != 1 or not stored.is_contiguous():
             raise damaged(f"its tree refers to the tensor {str(name)[:40]!r}, which is missing")
         memory: Array = stored.view(torch.uint8).numpy() if stored.numel() else np.zeros(0, np.uint8)
@@ -404,6 +438,7 @@ class _Unpacker:
             if len(memory) != size:
                 raise damaged(f"its tensor {name!r} has {len(memory)} bytes, expected {size}")
             return memory.copy()
+
         self._left -= size
         if self._left < 0:
             raise damaged("its compressed tensors are larger than max_bytes when they are decompressed")
@@ -439,6 +474,7 @@ def _dtype(name: Any) -> torch.dtype:
         dtype = getattr(torch, name, None)
     else:
         dtype = None
+
     if not isinstance(dtype, torch.dtype) or dtype.itemsize not in _WORDS or "q" in str(name):
         raise damaged(f"its tree has the unknown dtype {str(name)[:40]!r}")
     return dtype
@@ -453,6 +489,7 @@ def _numpy_dtype(descr: Any) -> np.dtype[Any]:
             return part
         if not isinstance(part, list) or depth > _DEEPEST:
             raise damaged(f"its tree has an array of the invalid dtype {str(descr)[:40]}")
+
         made = []
         for name, kind, *shape in part:
             made.append((name, fields(kind, depth + 1), *(tuple(_shape(sizes)) for sizes in shape)))
@@ -462,6 +499,7 @@ def _numpy_dtype(descr: Any) -> np.dtype[Any]:
         dtype = np.lib.format.descr_to_dtype(fields(descr))
     except (ValueError, TypeError, SyntaxError) as error:
         raise damaged(f"its tree has an array of an unknown dtype ({error})") from None
+
     if dtype.hasobject or not 0 < dtype.itemsize <= 2**20:
         raise damaged(f"its tree has an array of {dtype}, which is not supported")
     return dtype
@@ -478,6 +516,7 @@ def _decompress(codec: str, packed: bytes, size: int) -> Array:
     elif codec == "zstd":
         zstandard = optional_package("zstandard", "zstd", "this state, which is compressed with zstd,")
         reader = zstandard.ZstdDecompressor().stream_reader(packed)
+
         pieces = list[bytes]()
         total = 0
         try:
@@ -487,9 +526,11 @@ def _decompress(codec: str, packed: bytes, size: int) -> Array:
                 total += len(piece)
         except zstandard.ZstdError as error:
             raise damaged(f"a compressed tensor cannot be read ({error})") from None
+
         data = b"".join(pieces)
     else:
         raise damaged(f"a tensor is compressed with the unknown codec {codec[:20]!r}")
+
     if len(data) != size:
         raise damaged(f"a compressed tensor does not have the expected {size} bytes")
     return np.frombuffer(bytearray(data), np.uint8)

@@ -154,8 +154,10 @@ def encode(
     sums: dict[str, dict[str, str]] = {"crc32": {}}
     declared: dict[str, str] = {}
     position = 0
+
     # Tensors with large words first, so that each is aligned to its word size.
     kinds = {name: DECLARED.get(pieces[0].dtype, pieces[0].dtype) for name, pieces in tensors.items()}
+
     for _, name in sorted((-kind.itemsize, name) for name, kind in kinds.items()):
         pieces = tensors[name]
         dtype = pieces[0].dtype
@@ -163,20 +165,33 @@ def encode(
         called = dtype_name(dtype)
         if len(pieces) > 1:
             shape = (sum(len(piece) for piece in pieces), *shape[1:])
+
         views = [bytes_of(piece) for piece in pieces]
         data.extend(views)
+
         size = sum(map(len, views))
-        checksum = checksum_of("xxh64" if size >= LARGE else "crc32", views)
+        if size >= LARGE:
+            kind = "xxh64"
+        else:
+            kind = "crc32"
+        checksum = checksum_of(kind, views)
         if dtype in DECLARED:
             declared[name] = called
+        if dtype.is_complex:
+            sizes = [*shape, 2]
+        else:
+            sizes = list(shape)
+
         table[name] = {
             "dtype": STORED[kinds[name]],
-            "shape": [*shape, 2] if dtype.is_complex else list(shape),
+            "shape": sizes,
             "data_offsets": [position, position + size],
         }
+
         found[name] = Entry(dtype, shape, position, size, checksum)
         sums.setdefault(checksum.kind, {})[name] = f"{checksum.value:08x}"
         position += size
+
     own = {"checksum": _NO_CHECKSUM, "dtypes": json.dumps(declared)}
     own |= {kind: json.dumps(by_name) for kind, by_name in sums.items()}
     text = json.dumps({"__metadata__": {**own, **metadata}, **table}, separators=(",", ":")).encode()
@@ -187,6 +202,7 @@ def encode(
     text = text[:at] + f"{crc:08x}".encode() + text[at + len(_NO_CHECKSUM) :]
     entries = {name: replace(entry, begin=first + entry.begin) for name, entry in found.items()}
     header = Header(entries, dict(metadata), crc, first + position)
+
     return header, [len(text).to_bytes(_LENGTH, "little") + text, *data]
 
 
@@ -201,6 +217,7 @@ def checksum_of(kind: str, pieces: Iterable[memoryview]) -> Checksum:
         for piece in pieces:
             value = zlib.crc32(piece, value)
         return Checksum(kind, value)
+
     from flatroll.kernels.rows.checksum import absorb, digest, new_state  # numba
 
     state = new_state()
@@ -247,6 +264,7 @@ def read_header(descriptor: int, size: int) -> Header:
         count = int.from_bytes(length, "little")
         if count > min(size - _LENGTH, MOST_HEADER):
             raise DamagedFileError(f"it claims a header of {count} bytes, but has only {size} bytes")
+
         text = bytearray(count)
         files.read_into(descriptor, _LENGTH, text)
         return parse_header(bytes(text), size)
@@ -260,7 +278,10 @@ def read_tensor(descriptor: int, name: str, entry: Entry, out: Tensor | None = N
     Raises:
         DamagedFileError: its bytes are not those that were written.
     """
-    tensor = torch.empty(entry.shape, dtype=entry.dtype) if out is None else out
+    if out is None:
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+    else:
+        tensor = out
     view = bytes_of(tensor)
 
     def pieces() -> Iterator[memoryview]:
@@ -301,6 +322,7 @@ def map_tensors(descriptor: int, header: Header) -> tuple[Tensor, dict[str, Tens
             tensors[name] = torch.view_as_complex(piece.view(DECLARED[entry.dtype]).view(*entry.shape, 2))
         else:
             tensors[name] = piece.view(entry.dtype).view(entry.shape)
+
     return data, tensors
 
 
@@ -309,7 +331,9 @@ def check_bytes(
 ) -> None:
     """Raise DamagedFileError if the bytes in ``view`` are not those of the tensor ``name``; ``pieces`` fills ``view``
     (default: it is filled already)."""
-    if checksum_of(entry.checksum.kind, [view] if pieces is None else pieces) != entry.checksum:
+    if pieces is None:
+        pieces = [view]
+    if checksum_of(entry.checksum.kind, pieces) != entry.checksum:
         raise DamagedFileError(f"the checksum of {name!r} is wrong")
     # Any byte but 0 and 1 in a bool tensor means different things to different operations of torch.
     if entry.dtype == torch.bool and len(view) and np.frombuffer(view, np.uint8).max() > 1:
@@ -330,9 +354,11 @@ def parse_header(text: bytes, size: int) -> Header:
     end = at + len(_NO_CHECKSUM)
     if not text.startswith(_BEFORE_CHECKSUM):
         raise DamagedFileError("the header does not begin with its checksum")
+
     checksum = zlib.crc32(text[:at] + _NO_CHECKSUM.encode() + text[end:])
     if text[at:end] != f"{checksum:08x}".encode():
         raise DamagedFileError("the checksum of the header is wrong")
+
     try:
         table = json.loads(text)
         metadata = table.pop("__metadata__")
@@ -341,6 +367,7 @@ def parse_header(text: bytes, size: int) -> Header:
             for kind in CHECKSUMS
             for name, value in json.loads(metadata.pop(kind, "{}")).items()
         }
+
         declared = json.loads(metadata.pop("dtypes"))
         entries = {
             name: _entry(values, sums[name], declared.get(name), _LENGTH + len(text))
@@ -349,11 +376,14 @@ def parse_header(text: bytes, size: int) -> Header:
         metadata.pop("checksum")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedFileError(f"the header cannot be read: {error}") from None
+
     position = _LENGTH + len(text)
+
     for begin, length, name in sorted((entry.begin, entry.size, name) for name, entry in entries.items()):
         if begin != position:
             raise DamagedFileError(f"{name!r} begins at byte {begin}, expected {position}")
         position += length
+
     if position != size:
         raise DamagedFileError(f"the file has {size} bytes, expected {position}")
     return Header(entries, metadata, checksum, size)
@@ -368,9 +398,11 @@ def _entry(values: Mapping[str, Any], checksum: Checksum, declared: str | None, 
         raise ValueError(f"invalid shape {shape} or bytes {begin} to {end}")
     if end - begin != prod(shape) * stored.itemsize or prod(max(n, 1) for n in shape) >= 2**48:
         raise ValueError(f"{end - begin} bytes for shape {shape} of {stored}")
+
     dtype = stored if declared is None else DTYPES[declared]
     if declared is not None and DECLARED.get(dtype, dtype) != stored:
         raise ValueError(f"{declared} is not stored as {stored}")
+
     if dtype.is_complex:
         if not shape or shape[-1] != 2:
             raise ValueError(f"shape {shape}, but complex numbers need pairs")

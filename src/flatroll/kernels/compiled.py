@@ -64,6 +64,7 @@ def compiled(**options: Any) -> Callable[[Any], Any]:
     def decorate(function: Any) -> Any:
         name = function.__qualname__
         function.__qualname__ = f"{name}-{_HASH}"  # Numba names the file on disk by it
+
         try:
             kernel = numba.njit(cache=True, nogil=True, **options)(function)
         except RuntimeError:  # no writable cache directory: each process compiles for itself

@@ -61,6 +61,7 @@ def segmented_scan(a: Tensor | float, b: Tensor, ends: Tensor, *, longest: int |
         raise TypeError(f"longest must be an integer or None, got {type(longest).__name__}")
     if b.numel() == 0:
         return b.clone()
+
     rows = b.shape[0] if longest is None else min(longest, b.shape[0])
     if is_tracing():
         return _doubling(a, b, ends, rows)
@@ -75,6 +76,7 @@ def _checked(a: Tensor | float, b: Tensor, ends: Tensor) -> Tensor | float:
     for name, x in (("b", b), ("ends", ends)):
         if not isinstance(x, Tensor) or x.layout is not torch.strided:
             raise TypeError(f"{name} must be a dense tensor, got {type(x).__name__}")
+
     if not b.is_floating_point():
         raise TypeError(f"b must be a floating tensor, got {b.dtype}: cast it, e.g. with .float()")
     if ends.dtype is not torch.bool:
@@ -92,6 +94,7 @@ def _checked(a: Tensor | float, b: Tensor, ends: Tensor) -> Tensor | float:
             f"a, b and ends must be dense tensors of real numbers on one device, got {a.dtype} ({a.layout}) on "
             f"{a.device}, {b.device} and {ends.device}"
         )
+
     if a.ndim == 1 and a.shape == b.shape[:1]:
         a = a.reshape(-1, *[1] * (b.ndim - 1))
     if a.ndim > b.ndim or any(n not in (1, m) for n, m in zip(a.shape[::-1], b.shape[::-1], strict=False)):
@@ -107,10 +110,12 @@ def _evaluate(a: Tensor | float, b: Tensor, ends: Tensor, longest: int) -> Tenso
     arrays = _readable_arrays((b,), (ends,), (a,))
     if arrays is None:
         return _doubling(a, b, ends, longest)
+
     decay, summand, closed = arrays
     y = np.empty(b.shape, summand.dtype)
     flat = (b.shape[0], math.prod(b.shape[1:]))  # all feature dims as one, the inner loop
     machine_code(_scan_loop)(decay.reshape(flat), summand.reshape(flat), closed, y.reshape(flat))
+
     return torch.from_numpy(y)
 
 
@@ -124,21 +129,29 @@ def _doubling(a: Tensor | float, b: Tensor, ends: Tensor, longest: int) -> Tenso
     # Whether row i + k is in the run of row i, for the stride k of the pass.
     goes_on = torch.cat([~ends[:-1], torch.zeros_like(ends[-1:])]).view(shape)
     row_wise = isinstance(a, Tensor) and a.ndim == b.ndim and a.shape[0] > 1
+
     # Whether no decay from row i to row i + k - 1 is 0. The product a_k is not enough: it may underflow to 0.
     reads: Any = a != 0
+
     k = 1
     while k < longest:
         head = a[:-k] if row_wise else a  # type: ignore[index]  # a tensor where row_wise
         # Selected, not multiplied by 0: a NaN or inf after the end of a run, or after a decay of 0, must not cross it.
         # A finite number after a decay of 0 is still multiplied, for the gradient of the decay.
-        open_ = goes_on[:-k] & (b[k:].isfinite() | (reads[:-k] if row_wise else reads))
+        if row_wise:
+            decays = reads[:-k]
+        else:
+            decays = reads
+        open_ = goes_on[:-k] & (b[k:].isfinite() | decays)
         carried = torch.where(goes_on[:-k], head * torch.where(open_, b[k:], 0.0), 0.0)
         b = torch.cat([b[:-k] + carried, b[-k:]])
         if row_wise:
             reads = torch.cat([reads[:-k] & reads[k:], reads[-k:]])
+
         a = torch.cat([head * a[k:], a[-k:]]) if row_wise else a * a  # type: ignore[index]
         goes_on = torch.cat([goes_on[:-k] & goes_on[k:], goes_on[-k:]])
         k *= 2
+
     return b
 
 
@@ -148,8 +161,16 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor | float, b: Tensor, ends: Tensor, longest: int) -> Tensor:
         y = _evaluate(a, b, ends, longest)
-        ctx.longest, ctx.number = longest, None if isinstance(a, Tensor) else a
-        ctx.save_for_backward(y, ends, *([a] if isinstance(a, Tensor) else []))
+        if isinstance(a, Tensor):
+            number = None
+        else:
+            number = a
+
+        ctx.longest = longest
+        ctx.number = number
+        saved = [a] if isinstance(a, Tensor) else []
+        ctx.save_for_backward(y, ends, *saved)
+
         return y
 
     @staticmethod
@@ -158,6 +179,7 @@ class _Scan(torch.autograd.Function):
         y, ends, *rest = ctx.saved_tensors
         a = rest[0] if rest else ctx.number
         row_wise = bool(rest) and a.ndim == y.ndim and a.shape[0] > 1
+
         # db is the same scan forward in time: on flipped rows, with the decay one row earlier (a[i - 1] at
         # row i), and with runs that end at their first rows: row 0 and each row after an end.
         before = torch.cat([a[:1], a[:-1]]).flip(0) if row_wise else a
@@ -165,6 +187,7 @@ class _Scan(torch.autograd.Function):
         db = segmented_scan(before, grad.flip(0), first, longest=ctx.longest).flip(0)
         if not ctx.needs_input_grad[0]:
             return None, db, None, None
+
         inside = ~ends[:-1].view(-1, *[1] * (y.ndim - 1))
         # NaN and inf count only if the next row was read, and if this row has a gradient.
         inside = inside & (y[1:].isfinite() | ((db[:-1] != 0) & ((a[:-1] if row_wise else a) != 0)))
@@ -209,6 +232,7 @@ def residual_scan(
         out = np.empty(reward.shape, arrays[0].dtype), np.empty(reward.shape, arrays[0].dtype)
         machine_code(_residual_loop)(*arrays, *out)
         return torch.from_numpy(out[0]), torch.from_numpy(out[1])
+
     _check_columns(
         {"gamma": gamma, "decay": decay},
         {"terminated": terminated, "ends": ends},
@@ -216,6 +240,7 @@ def residual_scan(
         value=value,
         next_value=next_value,
     )
+
     residual = reward + gamma * readable(next_value, gamma, terminated) - value
     scanned = segmented_scan(decay, residual, ends, longest=longest)
     return scanned, scanned + value
@@ -256,12 +281,14 @@ def return_scan(
         returns = np.empty(reward.shape, arrays[0].dtype)
         machine_code(_return_loop)(*arrays, returns)
         return torch.from_numpy(returns)
+
     _check_columns(
         {"gamma": gamma, "lmbda": lmbda},
         {"terminated": terminated, "ends": ends},
         reward=reward,
         next_value=next_value,
     )
+
     # Weight of a row's own next value: 1 - lmbda inside a run, 1 at its end and at the last row.
     stop = torch.cat([ends[:-1], torch.ones_like(ends[-1:])])
     share = torch.where(stop, 1.0, 1.0 - torch.as_tensor(lmbda, dtype=reward.dtype))
@@ -310,6 +337,7 @@ def vtrace_scan(
         out = np.empty(reward.shape, arrays[0].dtype), np.empty(reward.shape, arrays[0].dtype)
         machine_code(_vtrace_loop)(*arrays, *out)
         return torch.from_numpy(out[0]), torch.from_numpy(out[1])
+
     _check_columns(
         {"gamma": gamma, "rho": rho, "c": c},
         {"terminated": terminated, "ends": ends},
@@ -317,9 +345,11 @@ def vtrace_scan(
         value=value,
         next_value=next_value,
     )
+
     bootstrap = torch.where(terminated, 0.0, next_value)
     residual = rho * readable(reward + gamma * readable(bootstrap, gamma) - value, rho)
     target = value + segmented_scan(gamma * c, residual, ends, longest=longest)
+
     # The next row's target inside a run; the bootstrap value at its end and at the last row.
     stop = torch.cat([ends[:-1], torch.ones_like(ends[-1:])])
     next_target = readable(torch.where(stop, bootstrap, torch.cat([target[1:], target[-1:]])), gamma)
@@ -338,6 +368,7 @@ def readable(x: Tensor, factor: Tensor | float, hidden: Tensor | None = None) ->
     if isinstance(factor, Tensor) or factor == 0.0:
         unread = ~x.isfinite() & (factor == 0.0)
         hidden = unread if hidden is None else hidden | unread
+
     if hidden is None:
         return x
     return x.masked_fill(hidden, 0.0)
@@ -350,12 +381,18 @@ def _check_columns(factors: dict[str, Tensor | float], flags: dict[str, Tensor],
         if not isinstance(x, Tensor) or x.layout is not torch.strided:
             raise TypeError(f"{name} must be a dense tensor, got {type(x).__name__}")
         if (x.dtype is torch.bool) != (name in flags) or x.is_complex():
-            raise TypeError(f"{name} must be {'bool' if name in flags else 'floating'}, got {x.dtype}")
+            if name in flags:
+                wanted = "bool"
+            else:
+                wanted = "floating"
+            raise TypeError(f"{name} must be {wanted}, got {x.dtype}")
+
         if x.shape != like.shape or x.device != like.device:
             raise ValueError(
                 f"{name} must have the shape of {first}, {tuple(like.shape)}, on {like.device}, got {tuple(x.shape)} "
                 f"on {x.device}"
             )
+
     if not like.is_floating_point():
         raise TypeError(f"{first} must be floating, got {like.dtype}")
     for name, factor in factors.items():
@@ -384,6 +421,7 @@ def zeroed(column: Tensor, flag: Tensor) -> Tensor:
     for name, x in (("column", column), ("flag", flag)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+
     if (
         flag.dtype is not torch.bool
         or flag.shape != column.shape[: flag.ndim]
@@ -393,10 +431,16 @@ def zeroed(column: Tensor, flag: Tensor) -> Tensor:
             f"flag must be bool, with the first dims of the column {tuple(column.shape)} on {column.device}, got "
             f"{flag.dtype} {tuple(flag.shape)} on {flag.device}"
         )
-    arrays = _readable_arrays((column,), (flag,)) if column.numel() else None
+
+    if column.numel():
+        arrays = _readable_arrays((column,), (flag,))
+    else:
+        arrays = None
+
     if arrays is None:
         return torch.where(flag.reshape(*flag.shape, *[1] * (column.ndim - flag.ndim)), 0.0, column)
     numbers, flags = arrays
+
     # batch dims as one, feature dims as another
     out = np.empty(column.shape, numbers.dtype)
     rows = (flags.size, -1)
@@ -425,9 +469,11 @@ def _readable_arrays(
     tensors = [*columns, *flags, *(x for x in factors if isinstance(x, Tensor))]
     if is_tracing():
         return None
+
     for x in tensors:
         if type(x) not in (Tensor, torch.nn.Parameter) or not x.is_cpu or x.layout is not torch.strided:
             return None
+
     shape = columns[0].shape
     dtype = columns[0].dtype
     if dtype not in _COMPILED_DTYPES or any(x.dtype != dtype or x.shape != shape for x in columns):
@@ -436,6 +482,7 @@ def _readable_arrays(
         return None
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return None
+
     arrays: list[Any] = []
     for factor in factors:
         if isinstance(factor, Tensor):
@@ -446,8 +493,10 @@ def _readable_arrays(
         elif not isinstance(factor, (int, float)):
             return None
         else:  # one number in memory, repeated for every row by strides of 0
-            number = np.array([factor], np.float32 if dtype is torch.float32 else np.float64)
+            kind = np.float32 if dtype is torch.float32 else np.float64
+            number = np.array([factor], kind)
             arrays.append(np.ndarray(shape, number.dtype, number, strides=(0,) * len(shape)))
+
     return arrays + [x.detach().contiguous().numpy() for x in (*columns, *flags)]
 
 
@@ -473,6 +522,7 @@ def _scan_loop(a: Array, b: Array, ends: Array, out: Array) -> None:
     rows, features = b.shape
     if rows == 0:
         return
+
     zero = b.dtype.type(0)
     last = rows - 1
     if features == 1:  # the accumulator stays in a register: 1.5 ms per million rows instead of 2.1
@@ -484,9 +534,12 @@ def _scan_loop(a: Array, b: Array, ends: Array, out: Array) -> None:
             inside = summand + decay * y
             y = summand if decay == zero else inside
             out[i, 0] = y
+
         return
+
     ys = b[last].copy()
     out[last] = ys
+
     for i in range(last - 1, -1, -1):
         end = ends[i]
         for f in range(features):
@@ -515,7 +568,11 @@ def _residual_loop(
         ahead = next_value[i]
         discount = gamma[i]
         trace = decay[i]
-        bootstrap = zero if terminated[i] | (discount == zero) else ahead
+
+        if terminated[i] | (discount == zero):
+            bootstrap = zero
+        else:
+            bootstrap = ahead
         residual = reward[i] + discount * bootstrap - value[i]
         inside = residual + trace * y
         y = residual if ends[i] | (trace == zero) else inside
@@ -536,9 +593,11 @@ def _return_loop(
     zero = reward.dtype.type(0)
     one = reward.dtype.type(1)
     last = reward.shape[0] - 1
+
     # Starts with the last row's bootstrap value. The row adds lmbda of it as the next return and 1 - lmbda as
     # its own bootstrap, all of it in total, so the last row need not be marked as an end.
     y = zero if last < 0 or terminated[last] else next_value[last]
+
     for i in range(last, -1, -1):
         ahead = next_value[i]
         discount = gamma[i]
@@ -569,19 +628,29 @@ def _vtrace_loop(
     zero = reward.dtype.type(0)
     last = reward.shape[0] - 1
     y = zero
+
     # The target of the next row, or the bootstrap value of the last row.
     behind = zero if last < 0 or terminated[last] else next_value[last]
+
     for i in range(last, -1, -1):
         ahead = next_value[i]
         discount = gamma[i]
         weight = rho[i]
-        bootstrap = zero if terminated[i] | (discount == zero) else ahead
+
+        if terminated[i] | (discount == zero):
+            bootstrap = zero
+        else:
+            bootstrap = ahead
         error = weight * (reward[i] + discount * bootstrap - value[i])
         residual = zero if weight == zero else error
         trace = discount * c[i]
         inside = residual + trace * y
         y = residual if ends[i] | (trace == zero) else inside
-        next_target = bootstrap if ends[i] | (discount == zero) else behind
+
+        if ends[i] | (discount == zero):
+            next_target = bootstrap
+        else:
+            next_target = behind
         corrected = weight * (reward[i] + discount * next_target - value[i])
         advantage[i] = zero if weight == zero else corrected
         behind = y + value[i]
@@ -596,6 +665,7 @@ def _zero_loop(column: Array, flag: Array, out: Array) -> None:
             number = column[i, 0]
             out[i, 0] = zero if flag[i] else number
         return
+
     for i in range(column.shape[0]):
         for f in range(column.shape[1]):
             number = column[i, f]

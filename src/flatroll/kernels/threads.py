@@ -38,6 +38,7 @@ def run_blocks(run: Callable[[int, int], T], bounds: Sequence[int], threads: int
                 block, (first, stop) = open_.pop()
             except IndexError:
                 return
+
             try:
                 results[block] = run(first, stop)
             except Exception as error:  # raised by the calling thread
@@ -52,11 +53,13 @@ def run_blocks(run: Callable[[int, int], T], bounds: Sequence[int], threads: int
             start_new_thread(take_blocks, ())
         except RuntimeError:  # the system allows no more threads
             break
+
     try:
         take_blocks()
         ended = sorted([done.get() for _ in range(blocks)], key=lambda block: block[0])
     finally:
         open_.clear()
+
     for _, error in ended:
         if error is not None:
             raise error

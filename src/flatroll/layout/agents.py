@@ -58,6 +58,7 @@ def agents_of(
         raise ValueError(
             f"max_num_agents must be at least {highest}, as the batch has agent {highest - 1}, got {width}"
         )
+
     # The game steps in ascending order, and each row's index among them.
     numbers, group = torch.unique(steps, return_inverse=True)
     index: Tensor = group.new_full((len(numbers), width), -1)
@@ -68,11 +69,13 @@ def agents_of(
             "an agent must have one row at one game step, but the batch has some twice: draw samples without "
             "replacement, or slices that do not overlap"
         )
+
     whole = here == torch.zeros_like(here).index_copy_(0, group, acted)
     if t is None:
         if partial:
             return index
         return index[whole]
+
     wanted = torch.as_tensor(t, dtype=torch.int64, device=steps.device)
     places = torch.searchsorted(numbers, wanted).clamp_(max=max(len(numbers) - 1, 0))
     if not len(numbers) or not bool((numbers[places] == wanted).all()):
@@ -82,6 +85,7 @@ def agents_of(
             f"the batch has some of the agents of game step t={t}, and another batch the rest: pass partial=True, or "
             "collect batches of whole steps"
         )
+
     found: Tensor = index[places]
     if found.ndim == 1:
         return found[found >= 0]

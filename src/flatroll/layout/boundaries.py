@@ -61,6 +61,7 @@ def run_ends(
             raise ValueError(
                 "batch must have at least one batch dimension (time is the last), got batch size []"
             )
+
         keys = (done_key, is_init_key, mask_key)
         done, is_init, mask = (
             None if key is None or get_entry(batch, key) is None else marker(batch, key) for key in keys
@@ -73,10 +74,12 @@ def run_ends(
         need_keys(is_init_key=is_init_key, mask_key=mask_key)
         need_keys(optional=True, done_key=done_key, traj_key=traj_key)
         raise
+
     any_marker = next((column for column in (ids, is_init, done) if column is not None), None)
     if any_marker is None:
         error = missing_marker(is_init_key, batch.keys(True, True))
         raise KeyError(f"{error.args[0]}. Any one of {is_init_key!r}, {done_key!r}, {traj_key!r} is enough")
+
     if done is None:
         ends = torch.zeros(batch.batch_size, dtype=torch.bool, device=any_marker.device)
     else:
@@ -84,9 +87,11 @@ def run_ends(
     inner = ends[..., :-1]  # a view of all rows but the last
     if is_init is not None:  # row i ends a run if row i + 1 begins one
         inner |= is_init[..., 1:].to(any_marker.device)
+
     for column in (ids, mask):
         if column is not None:
             inner |= (column[..., 1:] != column[..., :-1]).to(any_marker.device)
+
     ends[..., -1:] = True
     return ends
 

@@ -53,7 +53,11 @@ Number = TypeVar("Number", bound=SupportsFloat)
 
 def _text(name: str, wanted: str, got: object, hint: str = "") -> str:
     """``name must wanted, got got: hint``."""
-    return f"{name} must {wanted}, got {got}{f': {hint}' if hint else ''}"
+    if hint:
+        way_out = f": {hint}"
+    else:
+        way_out = ""
+    return f"{name} must {wanted}, got {got}{way_out}"
 
 
 def shown(value: object) -> str:
@@ -67,8 +71,10 @@ def shown(value: object) -> str:
             place = f" on {value.device}"
         else:
             place = ""
+
         sparse = "sparse " * (isinstance(value, torch.Tensor) and value.is_sparse)
         return f"a {sparse}{value.dtype} {type(value).__name__} of shape {tuple(value.shape)}{place}"
+
     text = repr(value)
     if len(text) <= 80 and "\n" not in text:
         return text
@@ -95,18 +101,16 @@ def whole_number(name: str, value: object, least: int = 1, most: int | None = No
     ...
     ValueError: level must be an integer from 1 to 22, got 30
     """
-    if (
-        isinstance(value, (int, np.integer))
-        and not isinstance(value, bool)
-        and least <= value
-        and value <= (2**63 - 1 if most is None else most)
-    ):
+    high = 2**63 - 1 if most is None else most
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool) and least <= value <= high:
         return int(value)
-    if most is None:
-        limits = f"of at least {least}"
-    else:
+
+    if most is not None:
         limits = f"from {least} to {most}"
-    limits += ", of 64 bits" if most is None and isinstance(value, int) and value >= 2**63 else ""
+    elif isinstance(value, int) and value >= 2**63:
+        limits = f"of at least {least}, of 64 bits"
+    else:
+        limits = f"of at least {least}"
     raise ValueError(_text(name, f"be an integer {limits}", shown(value), hint))
 
 
@@ -149,25 +153,50 @@ def number(
     # float first: isinstance() with a protocol takes as long as the rest of the function.
     if isinstance(value, bool) or not isinstance(value, (float, int, SupportsFloat)):
         raise TypeError(_text(name, "be a number", shown(value), hint))
+
     try:
         real = float(value)
     except (TypeError, ValueError, RuntimeError) as error:  # an array of several numbers, or an empty one
         raise TypeError(_text(name, "be a number", shown(value), hint)) from error
-    low = least if above is None else above
-    high = most if below is None else below
-    fits_low = low is None or (real >= low if above is None else real > low)
-    fits_high = high is None or (real <= high if below is None else real < high)
-    if fits_low and fits_high and real == real:
+
+    fits = real == real  # NaN never does
+    low = least
+    high = most
+    at_least = "at least"
+    at_most = "at most"
+    opening = "["
+    closing = "]"
+
+    if above is not None:
+        low = above
+        at_least = "above"
+        opening = "("
+        fits = fits and real > above
+    elif least is not None:
+        fits = fits and real >= least
+
+    if below is not None:
+        high = below
+        at_most = "below"
+        closing = ")"
+        fits = fits and real < below
+    elif most is not None:
+        fits = fits and real <= most
+
+    if fits:
         return value
+
     if low is not None and high is not None:
-        limits = f"lie in {'[' if above is None else '('}{low}, {high}{']' if below is None else ')'}"
+        limits = f"lie in {opening}{low}, {high}{closing}"
     elif low is not None:
-        limits = f"be {'at least' if above is None else 'above'} {low}"
+        limits = f"be {at_least} {low}"
     elif high is not None:
-        limits = f"be {'at most' if below is None else 'below'} {high}"
+        limits = f"be {at_most} {high}"
     else:
         limits = "be a number"
-    raise ValueError(_text(name, limits, real if isinstance(value, torch.Tensor) else shown(value), hint))
+
+    got = real if isinstance(value, torch.Tensor) else shown(value)
+    raise ValueError(_text(name, limits, got, hint))
 
 
 def did_you_mean(got: object, known: Iterable[object]) -> str:
@@ -199,6 +228,7 @@ def one_of(name: str, value: T, choices: Collection[T], *, hint: str = "") -> T:
             return value
     except (TypeError, ValueError, RuntimeError):  # unhashable, or an array
         pass
+
     *others, last = map(repr, choices)
     hint = hint or (did_you_mean(value, choices) if isinstance(value, str) else "")
     raise ValueError(_text(name, f"be {', '.join(others)}{' or ' * bool(others)}{last}", shown(value), hint))
@@ -325,10 +355,12 @@ def key_names(name: str, keys: object, *, one: bool = False) -> list[str | tuple
         return [cast(str, keys)]
     if isinstance(keys, str):
         raise TypeError(f"{name} must be a list of keys, got the string {keys!r}: write [{keys!r}]")
+
     if isinstance(keys, (list, tuple, set, frozenset, KeysView, Iterator)):
         listed = list(keys)
         if all(map(is_key, listed)):
             return listed
+
     raise TypeError(
         _text(name, f"be {'a key or ' * one}a list of keys (strings or tuples of strings)", shown(keys))
     )
@@ -362,6 +394,7 @@ def as_numbers(
         numbers = torch.as_tensor(value, dtype=dtype, device=device)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise TypeError(_text(name, "be a number, an array or a tensor", shown(value))) from error
+
     if numbers.is_meta or numbers.layout is not torch.strided:
         raise TypeError(_text(name, "be a dense tensor with values", shown(numbers)))
     return numbers
@@ -430,11 +463,13 @@ def torch_device(name: str, value: object) -> torch.device:
     """
     if isinstance(value, torch.device):
         return value
+
     try:
         if isinstance(value, (str, int)) and not isinstance(value, bool):
             return torch.device(value)
     except (RuntimeError, ValueError):
         pass
+
     raise ValueError(_text(name, "be a torch device such as 'cpu' or 'cuda:0'", shown(value)))
 
 
@@ -578,6 +613,7 @@ def blame_entries(
             except (TypeError, ValueError) as wrong:
                 raise wrong from error
             read.append(f"{key!r}: {shown(column)}")
+
     error.add_note(f"{type(caller).__name__} read {', '.join(read)}")
 
 
@@ -617,9 +653,11 @@ def legal_options(
     else:
         parts = list(allowed.split_with_sizes(list(counts), -1))
     some = [part.any(-1, keepdim=True) for part in parts]
+
     if strict and mask.is_cpu and not torch.compiler.is_compiling():
         if all(bool(one.all()) for one in some):
             return parts
+
         lacking = ~torch.cat(some, -1).all(-1)
         lacking = lacking if real is None else lacking & real
         if bool(lacking.any()):
@@ -628,6 +666,7 @@ def legal_options(
                 f"{name} must leave at least one action in each {each}, got none in {each}s {where} of "
                 f"{lacking.numel()}: end the episode where there is nothing to do"
             )
+
     return [part | ~one for part, one in zip(parts, some, strict=True)]
 
 
@@ -654,4 +693,5 @@ def writer_number(writer: object) -> int:
             return index(writer)
     except (TypeError, RuntimeError):  # a tensor of several numbers, or an empty one
         pass
+
     raise ValueError(f"writer must be in [0, 2**23), got {shown(writer)}")

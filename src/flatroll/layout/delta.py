@@ -121,6 +121,7 @@ def check_delta(delta: Tensor, obs: Tensor, next_obs: Tensor, key: NestedKey) ->
     """
     if not delta.is_floating_point() or bool(delta.isfinite().all()):
         return
+
     # infinite although both sides are finite: the dtype of the delta is too narrow
     overflown = delta.isinf() & obs.isfinite() & next_obs.isfinite()
     if bool(overflown.any()):
@@ -131,6 +132,7 @@ def check_delta(delta: Tensor, obs: Tensor, next_obs: Tensor, key: NestedKey) ->
             "float32, "
             "scale the observation, or leave the key out with in_keys"
         )
+
     # inf - inf and NaN: a number would be decoded as NaN
     lost = decode_delta(obs, delta).isnan() & ~next_obs.isnan()
     if bool(lost.any()):
@@ -182,16 +184,19 @@ class RestoreNextObservation:
             raise ValueError(
                 f"restore_dtype must be a floating dtype, 'root' or None, got {shown(restore_dtype)}"
             )
+
         flags(drop_delta=drop_delta)
         if hasattr(in_keys, "reset") and hasattr(in_keys, "step"):
             raise TypeError(
                 "flatroll.buffers.NextObservationDelta restores next observations in samples and takes no env, got "
                 f"{type(in_keys).__name__}: wrap the env in flatroll.wrappers.NextObservationDelta"
             )
+
         if in_keys is None:
             self.in_keys = None
         else:
             self.in_keys = [as_tuple(key) for key in key_names("in_keys", in_keys)]
+
         self.delta_dtype = floating_dtype("delta_dtype", delta_dtype)
         self.restore_dtype = dtype
         self.drop_delta = drop_delta
@@ -213,21 +218,28 @@ class RestoreNextObservation:
         if not present and td.get(STEPS_TO_NEXT_OBS, None) is not None:
             return td  # a MultiStepTransform has restored the observations
         if missing or not present:
-            wanted = ("next", "delta", *missing[0]) if missing else DELTA
+            if missing:
+                wanted = ("next", "delta", *missing[0])
+            else:
+                wanted = DELTA
+
             raise KeyError(
                 f"sample has no entry {wanted!r}: wrap the env in flatroll.wrappers.NextObservationDelta, or "
                 f"remove this transform. Deltas present: {', '.join(map(repr, present)) or 'none'}"
             )
+
         out = td.copy()
         for key in used:
             root = require(out, key)
             if self.restore_dtype is not None and root.is_floating_point():
                 root = root.to(self.restore_dtype)
             out.set(next_key(key), decode_delta(root, require(out, (*DELTA, *key))))
+
         if not self.drop_delta:
             return out
         # the whole entry if all deltas were used, else only the used ones
-        return out.exclude(*((DELTA,) if len(used) == len(present) else ((*DELTA, *key) for key in used)))
+        left_out = (DELTA,) if len(used) == len(present) else ((*DELTA, *key) for key in used)
+        return out.exclude(*left_out)
 
     __call__ = forward
 

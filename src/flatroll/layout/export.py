@@ -67,7 +67,9 @@ def to_numpy(batch: TensorDictBase, *, separator: str = ".") -> dict[str, Array]
         raise ValueError(
             f"batch must have batch size [N], got {list(batch.batch_size)}: join() concatenates the rows"
         )
+
     _check_separator(separator)
+
     columns: dict[str, Array] = {}
     for key, array in to_columns(batch):
         if any(separator in name for name in key):
@@ -75,6 +77,7 @@ def to_numpy(batch: TensorDictBase, *, separator: str = ".") -> dict[str, Array]
                 f"entry {plain_key(key)!r} has {separator!r} in its name: pass another separator="
             )
         columns[separator.join(key)] = array
+
     return columns
 
 
@@ -94,12 +97,14 @@ def to_columns(batch: TensorDictBase) -> Iterator[tuple[tuple[str, ...], Array]]
                 f"entry {key!r} holds {type(column).__name__}, which is not a tensor [N, ...]: leave it out, "
                 f"batch.exclude({key!r})"
             )
+
         try:
             array: Array = column.detach().cpu().resolve_conj().resolve_neg().numpy()
         except TypeError as error:
             raise TypeError(
                 f"entry {key!r} is {column.dtype}, which NumPy does not support: cast it first"
             ) from error
+
         yield as_tuple(key), array
 
 
@@ -122,6 +127,7 @@ def from_numpy(columns: Mapping[str, Any], *, separator: str = ".") -> TensorDic
             "columns must be a dict of arrays by name, got a tensordict, which is a batch already"
         )
     _check_separator(separator)
+
     return _assemble(((name, np.asarray(columns[name])) for name in columns), separator)
 
 
@@ -135,12 +141,15 @@ def from_columns(columns: Mapping[tuple[str, ...], Array], separator: str = ".")
     lengths = {separator.join(key): len(array) if array.ndim else -1 for key, array in columns.items()}
     if len(set(lengths.values())) > 1 or -1 in lengths.values():
         raise ValueError(f"columns must have one row for each row of the batch, got lengths {lengths}")
+
     folders = {key[:depth] for key in columns for depth in range(1, len(key))}
     if both := sorted(separator.join(key) for key in columns if key in folders):
         raise ValueError(
             f"columns {both} are entries, and also prefixes of other entries' names: rename them first"
         )
+
     batch = TensorDict({}, [next(iter(lengths.values()), 0)])
+
     for key, array in columns.items():
         if array.dtype.kind not in "biufc":
             raise TypeError(
@@ -148,6 +157,7 @@ def from_columns(columns: Mapping[tuple[str, ...], Array], separator: str = ".")
             )
         native = array.astype(array.dtype.newbyteorder("="), copy=False)
         batch.set(key, torch.from_numpy(np.require(native, requirements=["C", "W"])))
+
     return batch
 
 
@@ -178,6 +188,7 @@ def to_pandas(batch: TensorDictBase, *, separator: str = ".", split: int = 16) -
     for name, array in to_numpy(batch, separator=separator).items():
         if _PART.fullmatch(name):
             raise ValueError(f"entry {name!r} would be read as a part of another one: rename it first")
+
         record[name] = [array.dtype.name, list(array.shape[1:])]
         if prod(array.shape[1:]) == 1:
             columns[name] = array.reshape(-1)
@@ -186,6 +197,7 @@ def to_pandas(batch: TensorDictBase, *, separator: str = ".", split: int = 16) -
                 columns[f"{name}[{','.join(map(str, place))}]"] = array[:, *place]
         else:
             columns[name] = pandas.Series(list(array.copy()), dtype=object)
+
     frame = pandas.DataFrame(columns, index=pandas.RangeIndex(len(batch)))
     frame.attrs[_RECORD] = record
     return frame
@@ -209,12 +221,15 @@ def from_pandas(frame: Any, *, separator: str = ".") -> TensorDict:
     """
     if not frame.columns.is_unique:
         raise ValueError(f"columns must have unique names, got {list(frame.columns)}")
+
     record: Mapping[str, _Recorded] = frame.attrs.get(_RECORD, {})
+
     wholes: dict[str, Array] = {}
     parts: dict[str, dict[tuple[int, ...], Array]] = {}
     for label in frame.columns:
         name = str(label)
         column = frame[label].to_numpy()
+
         found = _PART.fullmatch(name)
         if found is not None:
             wholes.setdefault(found["name"], column)  # keeps the order of the entries
@@ -222,12 +237,15 @@ def from_pandas(frame: Any, *, separator: str = ".") -> TensorDict:
             parts.setdefault(found["name"], {})[place] = column
         else:
             wholes[name] = _stack(name, column, record.get(name)) if column.dtype == object else column
+
     for name, (dtype, shape) in record.items():
         if not prod(shape):
             wholes[name] = np.empty((len(frame), *shape), dtype)
+
     for name, places in parts.items():
         shape = _shape_of_parts(name, places, record.get(name))
         wholes[name] = np.stack([places[place] for place in np.ndindex(*shape)], 1).reshape(-1, *shape)
+
     shapes = {name: entry[1] for name, entry in record.items()}
     shaped = {name: _reshape(name, column, shapes.get(name), separator) for name, column in wholes.items()}
     return _assemble(shaped.items(), separator)
@@ -237,16 +255,19 @@ def _stack(name: str, column: Array, recorded: _Recorded | None) -> Array:
     """Stack a column of arrays or lists to one array ``[N, ...]``; the error names the row that does not fit."""
     if not len(column) and recorded is not None:
         return np.empty((0, *recorded[1]), recorded[0])
+
     items: list[Array] = []
     for row, cell in enumerate(column):
         if isinstance(cell, str | bytes):
             raise TypeError(f"column {name!r} holds texts, row {row} has {cell[:40]!r}: leave it out")
+
         item = _cell_array(cell)
         if item is None:
             raise TypeError(
                 f"column {name!r} must hold numbers, bools, or arrays or lists of them, row {row} has "
                 f"{shown(cell)}: leave the column out, or fill it"
             )
+
         items.append(item)
         if item.shape != items[0].shape:
             raise ValueError(
@@ -259,6 +280,7 @@ def _stack(name: str, column: Array, recorded: _Recorded | None) -> Array:
                 f"{items[0].dtype}; make arrays of them, frame[{name!r}] = [numpy.asarray(cell, float) for cell in "
                 f"frame[{name!r}]]"
             )
+
     if items:
         return np.stack(items)
     return np.empty((0, 0))
@@ -272,6 +294,7 @@ def _cell_array(cell: Any) -> Array | None:
             array = np.stack([_cell_array(part) for part in array])  # type: ignore[misc]
     except (TypeError, ValueError):
         return None
+
     if array.dtype.kind in "biufc":
         return array
     return None
@@ -290,10 +313,16 @@ def _shape_of_parts(
     wanted = set(np.ndindex(*shape))
     if present != wanted:
         odd = sorted(present ^ wanted)[0]
+        if odd in wanted:
+            problem = "missing"
+        else:
+            problem = "one too many"
+
         raise ValueError(
             f"entry {name!r} needs its {len(wanted)} columns {name}[...]: {name}[{','.join(map(str, odd))}] is "
-            f"{'missing' if odd in wanted else 'one too many'}"
+            f"{problem}"
         )
+
     return shape
 
 
@@ -333,15 +362,22 @@ def to_arrow(batch: TensorDictBase, *, separator: str = ".") -> Any:
             raise TypeError(
                 f"entry {name!r} is {array.dtype}, which Arrow does not support: apply torch.view_as_real first"
             )
+
         size = prod(array.shape[1:])
         if not size:
             raise TypeError(
                 f"entry {name!r} has rows without numbers, which Arrow's lists cannot hold: leave it out"
             )
+
         values = pyarrow.array(array.reshape(-1))
-        arrays.append(values if size == 1 else pyarrow.FixedSizeListArray.from_arrays(values, size))
+        if size == 1:
+            column = values
+        else:
+            column = pyarrow.FixedSizeListArray.from_arrays(values, size)
+        arrays.append(column)
         shape = json.dumps(list(array.shape[1:]))
         fields.append(pyarrow.field(name, arrays[-1].type, nullable=False, metadata={_RECORD: shape}))
+
     return pyarrow.Table.from_arrays(arrays, schema=pyarrow.schema(fields))
 
 
@@ -364,15 +400,21 @@ def from_arrow(table: Any, *, separator: str = ".") -> TensorDict:
     entries: dict[str, Array] = {}
     if len(set(table.column_names)) < len(table.column_names):
         raise ValueError(f"columns must have unique names, got {table.column_names}")
+
     for field, chunks in zip(table.schema, table.columns, strict=True):
         if chunks.num_chunks:
             values = pyarrow.concat_arrays(chunks.chunks)
         else:
             values = chunks.combine_chunks()
         column = _arrow_column(pyarrow, field.name, values)
+
         record = (field.metadata or {}).get(_RECORD.encode())
-        shape = None if record is None else _noted_shape(field.name, record)
+        if record is None:
+            shape = None
+        else:
+            shape = _noted_shape(field.name, record)
         entries[field.name] = _reshape(field.name, column, shape, separator)
+
     return _assemble(entries.items(), separator)
 
 
@@ -381,6 +423,7 @@ def _arrow_column(pyarrow: Any, name: str, values: Any) -> Array:
     types = pyarrow.types
     kind = values.type
     shape = [len(values)]
+
     while True:
         if values.null_count:
             row = values.is_null().to_numpy(zero_copy_only=False).argmax() // prod(shape[1:])
@@ -388,6 +431,7 @@ def _arrow_column(pyarrow: Any, name: str, values: Any) -> Array:
                 f"column {name!r} has {values.null_count} missing values, the first in row {row}: fill them, or "
                 "leave it out"
             )
+
         if isinstance(values, pyarrow.FixedShapeTensorArray):
             return np.asarray(values.to_numpy_ndarray())
         if isinstance(values, pyarrow.ExtensionArray):  # such as the arrays of Hugging Face's data sets
@@ -400,12 +444,14 @@ def _arrow_column(pyarrow: Any, name: str, values: Any) -> Array:
             values = values.flatten()
         else:
             break
+
     if (
         types.is_string(values.type)
         or types.is_large_string(values.type)
         or types.is_string_view(values.type)
     ):
         raise TypeError(f"column {name!r} holds texts ({kind}): leave it out, table.drop_columns([{name!r}])")
+
     if not (types.is_boolean(values.type) or types.is_primitive(values.type)):
         raise TypeError(
             f"column {name!r} must hold numbers, bools or lists of them, got {kind}: leave it out, "
@@ -425,6 +471,7 @@ def _list_length(name: str, lists: Any, per_row: int) -> int:
             f"column {name!r} must have lists of one length: one in row {place // per_row} has {lengths[place]} "
             f"values, the first has {lengths[0]}; pad them, or leave the column out"
         )
+
     return int(lengths[0])
 
 
@@ -434,6 +481,7 @@ def _noted_shape(name: str, record: bytes) -> list[int]:
         shape = json.loads(record)
     except (ValueError, RecursionError):
         shape = None
+
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"column {name!r} does not record the shape of its rows: {record[:80]!r}")
     return shape

@@ -49,6 +49,7 @@ def read_final(
     """
     if not isinstance(final, TensorDictBase):
         raise TypeError(f"final must be a tensordict, {wanted}, got {type(final).__name__}")
+
     present: dict[NestedKey, Tensor] = {}
     if keys is not None:
         entries = {key: final.get(next_key(key), None) for key in keys}
@@ -62,7 +63,9 @@ def read_final(
                 raise ValueError(
                     f"final has an entry {key!r}, expected only 'row' and ('next', <entry of the batch>)"
                 )
-            present[names[1] if len(names) == 2 else names[1:]] = column  # ("next", "pos") follows "pos"
+            path = names[1] if len(names) == 2 else names[1:]
+            present[path] = column  # ("next", "pos") follows "pos"
+
     return Final(final.get("row", None), present)
 
 
@@ -86,15 +89,18 @@ def check_final(final: Final, columns: Mapping[NestedKey, Tensor], rows: int) ->
             received = "nothing"
         else:
             received = f"{row.dtype} {tuple(row.shape)}"
+
         raise ValueError(
             f'final needs an int64 entry "row" of shape [K], got {received}: pass collector.final'
         )
+
     # Strictly ascending rows do not repeat, and the first and last bound all others.
     if len(row) and (int(row[0]) < 0 or int(row[-1]) >= rows or bool((row[1:] <= row[:-1]).any())):
         raise ValueError(
             f'final["row"] must ascend within the {rows} rows of the batch, got {row.tolist()[:8]}: '
             "pass the final that came with this batch, or none with a batch that was changed"
         )
+
     for key, value in final.next.items():
         column = columns.get(key)
         if column is None:
@@ -106,6 +112,7 @@ def check_final(final: Final, columns: Mapping[NestedKey, Tensor], rows: int) ->
                 f"final[{next_key(key)!r}] is {value.dtype} {tuple(value.shape[1:])} per row, "
                 f"batch[{key!r}] is {column.dtype} {tuple(column.shape[1:])}"
             )
+
     return row
 
 

@@ -56,6 +56,7 @@ def check_runs_in_order(
                 row, f"{STEP_COUNT!r} is {int(steps[row + 1])} after {int(steps[row])}", way_out
             )
         return
+
     if batch.get(STEPS_TO_NEXT_OBS, None) is not None:
         return
     if batch.get(NEXT_KNOWN, None) is not None:
@@ -75,6 +76,7 @@ def _check_observations(
         pair = isinstance(root, Tensor) and isinstance(later, Tensor)
         if pair and root.is_cpu and root.shape == later.shape and root.dtype is later.dtype:
             columns[key] = root.detach().reshape(rows, -1), later.detach().reshape(rows, -1)
+
     if not columns or rows < 2:
         return
 
@@ -88,6 +90,7 @@ def _check_observations(
 
     vector = list(columns) == [OBSERVATION] and batch.get(OBSERVATION).ndim <= batch.batch_dims + 1
     most = _SEARCHED // max(1, sum(root[0].nbytes for root, _ in columns.values()))
+
     for row in broken[:4]:
         found = torch.stack([(root[:most] == later[row]).all(1) for root, later in columns.values()]).all(0)
         if bool(found.any()):
@@ -123,6 +126,7 @@ def follow(before: Tensor, after: Tensor, behind: Tensor) -> Tensor:
         # bfloat16 keeps 8 bits of a difference, and the sum is rounded once more
         slack = (after - before).abs() * 2**-8 + behind.abs() * (2 * torch.finfo(behind.dtype).eps)
         equal |= ~((after - behind).abs() > slack)
+
     if after.is_complex():
         equal |= after.isnan()
     return equal.all(1)

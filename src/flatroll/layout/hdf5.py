@@ -37,9 +37,11 @@ def h5_columns(file: Any, *, leave_out: Collection[str] = (), single: bool = Fal
         nonlocal stored
         if depth > _DEEPEST:
             raise ValueError(f"{prefix} is nested in more than {_DEEPEST} groups")
+
         for name in group:
             if not isinstance(name, str):
                 raise ValueError(f"{prefix}{name!r} is not a valid name")
+
             place = prefix + name
             if place in leave_out:
                 continue
@@ -47,10 +49,12 @@ def h5_columns(file: Any, *, leave_out: Collection[str] = (), single: bool = Fal
                 raise ValueError(
                     f"{place} is a link, which may lead to another file: copy the data into this one"
                 )
+
             value = group[name]
             address = h5py.h5o.get_info(value.id).addr
             if address in seen:
                 raise ValueError(f"{place} is another name for data elsewhere in the file")
+
             seen.add(address)
             if isinstance(value, h5py.Group):
                 walk(value, f"{place}/", depth + 1)
@@ -62,6 +66,7 @@ def h5_columns(file: Any, *, leave_out: Collection[str] = (), single: bool = Fal
         walk(file, "", 0)
     except (KeyError, RuntimeError) as error:  # errors of h5py for unreadable objects
         raise ValueError(f"{file.filename} is damaged ({error})") from None
+
     if stored > (size := os.path.getsize(file.filename)):
         raise ValueError(f"the datasets claim {stored} stored bytes, the file has {size}: it is damaged")
     return columns
@@ -75,12 +80,14 @@ def _check_dataset(place: str, dataset: Any, single: bool) -> int:
         raise ValueError(f"{place} must have one row for each row of the batch, got a single value")
     if dataset.dtype.kind not in "biufc":
         raise TypeError(f"{place} must hold numbers or bools, got {dataset.dtype}")
+
     stored = int(dataset.id.get_storage_size())
     # Other libraries' filters compress small chunks more; unwritten chunks take no space.
     if dataset.chunks and stored:
         most = max(stored * _SMALLEST_SHARE, _LEAST)
     else:
         most = stored
+
     if dataset.nbytes > most:
         raise ValueError(
             f"{place} claims {dataset.nbytes} bytes, the file holds {stored} for it: not all rows were written, or "

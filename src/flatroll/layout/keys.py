@@ -162,7 +162,9 @@ def without_next(key: NestedKey) -> NestedKey:
     ('reward', 'observation')
     """
     names = as_tuple(key)
-    return plain_key(names[1:] if names[0] == NEXT else names)
+    if names[0] == NEXT:
+        names = names[1:]
+    return plain_key(names)
 
 
 def renamed(keys: Mapping[str, NestedKey], changes: Mapping[str, NestedKey | None]) -> dict[str, NestedKey]:
@@ -183,11 +185,13 @@ def renamed(keys: Mapping[str, NestedKey], changes: Mapping[str, NestedKey | Non
         raise ValueError(
             f"no key is called {', '.join(unknown)}; the keys are {', '.join(sorted(keys))}{near and f': {near}'}"
         )
+
     for name, key in changes.items():
         if isinstance(key, list) and key:
             key_names(name, key)
         else:
             need_keys(optional=True, **{name: key})
+
     given = {
         name: key[0] if isinstance(key, list) and len(key) == 1 else key for name, key in changes.items()
     }
@@ -212,9 +216,15 @@ def missing_marker(
     """
     available = list(available)
     writer = _WRITTEN_BY.get(plain_key(default or key), "nothing in this batch wrote it")
+
     near = did_you_mean(plain_key(key), available)
-    writer += f"; {near}" if near else "."
+    if near:
+        ending = f"; {near}"
+    else:
+        ending = "."
+    writer += ending
     present = ", ".join(sorted(map(repr, available))) or "none"
+
     return KeyError(f"batch has no entry {plain_key(key)!r}: {writer} Entries present: {present}")
 
 
@@ -236,6 +246,7 @@ def require(batch: TensorDictBase, key: NestedKey, default: NestedKey | None = N
         need_rows(batch)
         need_keys(key=key)
         raise
+
     if column is None:
         need_rows(batch)
         raise missing_marker(key, batch.keys(True, True), default)
@@ -285,6 +296,7 @@ def flat_column(column: Tensor, batch: TensorDictBase, key: NestedKey) -> Tensor
     """
     if not isinstance(column, Tensor):
         raise TypeError(f"batch[{key!r}] must be a tensor, got {shown(column)}")
+
     try:
         if column.shape == batch.batch_size:
             return column
@@ -295,6 +307,7 @@ def flat_column(column: Tensor, batch: TensorDictBase, key: NestedKey) -> Tensor
         raise
     except NotImplementedError as error:
         raise TypeError(f"batch[{key!r}] must be a dense tensor, got {shown(column)}") from error
+
     way_out = ""
     if not batch.batch_size and column.ndim:  # as of a module that is called by keyword
         way_out = f": call it with a TensorDict of batch size [{column.shape[0]}]"
@@ -321,10 +334,12 @@ def observation_keys(batch: TensorDictBase) -> list[NestedKey]:
         next_names = set()
     else:
         next_names = {as_tuple(key) for key in next_entries.keys(True, True)}
+
     roots: list[NestedKey] = []
     for key in batch.keys(True, True):
         names = as_tuple(key)
         no_observation = names[0] in (*RESERVED, EPISODE_REWARD) or names[-1].startswith("recurrent_state")
         if not no_observation and (names in next_names or names[0] == OBSERVATION):
             roots.append(plain_key(names))
+
     return roots

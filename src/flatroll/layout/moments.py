@@ -52,9 +52,11 @@ class Moments(nn.Module):
     def __init__(self, shape: tuple[int, ...], device: torch.device | str | None = None) -> None:
         super().__init__()
         self.shape = shape
+
         # Not 0-dim: torch.compile (2.13) takes a 0-dim tensor on the host for a number, and loses writes into it.
         stored = shape or (1,)
-        device = None if device is None else torch_device("device", device)
+        if device is not None:
+            device = torch_device("device", device)
         self.register_buffer("count", torch.zeros(1, dtype=torch.float64, device=device))
         self.register_buffer("mean", torch.zeros(stored, dtype=torch.float64, device=device))
         self.register_buffer("var", torch.ones(stored, dtype=torch.float64, device=device))
@@ -64,6 +66,7 @@ class Moments(nn.Module):
         """Move the buffers, but leave them in float64: ``policy.float()`` or ``.half()`` would cost digits."""
         before = dict(self._buffers)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's own
+
         for name, buffer in self._buffers.items():
             old = before[name]
             if buffer is not None and old is not None and buffer.dtype is not torch.float64:
@@ -86,6 +89,7 @@ class Moments(nn.Module):
         """
         rows = columns[0][1]  # moments are computed on the rows' device; only the results are moved
         fresh = tuple(rows.new_zeros(n, dtype=torch.float64) for n in (1, self.mean.shape, self.mean.shape))
+
         with torch.no_grad():
             for _, rows, counted in columns:
                 for start in range(0, rows.shape[0], _PART):
@@ -94,6 +98,7 @@ class Moments(nn.Module):
                     else:
                         chosen = counted[start : start + _PART]
                     fresh = _merge(fresh, _moments_of(rows[start : start + _PART].detach(), chosen))
+
         if rows.is_cpu and not torch.compiler.is_compiling() and not bool(fresh[2].isfinite().all()):
             raise _not_finite(columns)
         self._count(fresh)
@@ -120,12 +125,16 @@ class Moments(nn.Module):
         """``(x - mean) / sqrt(var + epsilon)`` within ``[-clip, clip]``; ``x`` is ``[..., *F]``; its dtype is kept."""
         # In float64 and cast once, which preserves differences of one part in a million.
         out = (x.double() - self.mean.view(self.shape)) * self._rate(epsilon)
-        return (out if clip is None else out.clamp(-clip, clip)).to(x.dtype)
+        if clip is not None:
+            out = out.clamp(-clip, clip)
+        return out.to(x.dtype)
 
     def scaled(self, x: Tensor, epsilon: float, clip: float | None) -> Tensor:
         """``x / sqrt(var + epsilon)`` within ``[-clip, clip]``; the dtype of ``x`` is kept."""
         out = x * self._rate(epsilon)
-        return (out if clip is None else out.clamp(-clip, clip)).to(x.dtype)
+        if clip is not None:
+            out = out.clamp(-clip, clip)
+        return out.to(x.dtype)
 
 
 def _merge(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,6 +142,7 @@ def _merge(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, 
     (count, mean, var) = one
     (more, mean_of_more, var_of_more) = other
     total = count + more
+
     # With no rows on either side the share is 0 and nothing changes.
     share = more / torch.where(total > 0, total, 1.0)
     apart = mean_of_more - mean
@@ -147,11 +157,13 @@ def _moments_of(rows: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor, T
         count = wide.new_full((), float(len(wide)))
         mean = wide.mean(0)
         return count, mean, (wide - mean).square_().mean(0)
+
     # where(), not a product: rows that do not count may be NaN
     counted = counted.reshape(-1, *[1] * (rows.ndim - 1))
     count = counted.sum(dtype=torch.float64)
     least = count.clamp(min=1.0)
     mean = torch.where(counted, wide, 0.0).sum(0) / least
+
     return count, mean, torch.where(counted, wide - mean, 0.0).square_().sum(0) / least
 
 
@@ -167,6 +179,7 @@ def _not_finite(columns: tuple[tuple[str, Tensor, Tensor | None], ...]) -> Value
                 f"{name} must be finite, got {numbers[~numbers.isfinite()][0].item()} in row {row} of "
                 f"{len(rows)}: the running statistics are unchanged. Fix the env, or leave such rows out"
             )
+
     return ValueError(
         f"{columns[0][0]} must be small enough for float64 to hold its squares, got up to "
         f"{max(rows.abs().max().item() for _, rows, _ in columns if len(rows)):.3g}: scale it in the env"

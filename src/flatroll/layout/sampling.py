@@ -78,23 +78,38 @@ def draw(
     (1.0, tensor(True), tensor(nan))
     """
     if _knows_base(dist):
-        with nullcontext() if reparametrize else torch.no_grad():
+        gradients = nullcontext() if reparametrize else torch.no_grad()
+        with gradients:
             base = dist.draw_base(shape)
         return *dist.from_base(base), base
+
     root = _root(dist)
     if root is not None:
-        base = root.rsample(shape) if reparametrize else root.sample(shape)
+        if reparametrize:
+            base = root.rsample(shape)
+        else:
+            base = root.sample(shape)
         return *_apply_transforms(dist, base), base
+
     if type(dist) is Categorical and not shape and dist.logits.ndim == 2:
         # As sample() does, at half the cost of sample() and log_prob().
         choice = torch.multinomial(dist.probs, 1, True)
         return choice.squeeze(-1), dist.logits.gather(-1, choice).squeeze(-1), None
-    together: Any = getattr(dist, "rsample_and_log_prob" if reparametrize else "sample_and_log_prob", None)
+
+    if reparametrize:
+        method = "rsample_and_log_prob"
+    else:
+        method = "sample_and_log_prob"
+    together: Any = getattr(dist, method, None)
     if together is not None:
         sample, log_prob = together(shape)
     else:  # the distribution may recognise its own sample and reuse what it computed
-        sample = dist.rsample(shape) if reparametrize else dist.sample(shape)
+        if reparametrize:
+            sample = dist.rsample(shape)
+        else:
+            sample = dist.sample(shape)
         log_prob = dist.log_prob(sample)
+
     return sample, log_prob, None
 
 
@@ -106,12 +121,17 @@ def score(dist: Distribution, action: Tensor, base: Tensor) -> Tensor:
     if _root(dist) is None:
         log_prob: Tensor = dist.log_prob(action)
         return log_prob
+
     made, log_prob = _apply_transforms(dist, base)
     close = torch.isclose(made, action.to(made.dtype), rtol=1e-4, atol=1e-6)
     if action.is_cpu and not torch.compiler.is_compiling() and bool(close.all()):
         return log_prob
+
     inverted = _inverse(dist, action)
-    same = close if close.shape == base.shape else close.all(-1, keepdim=True)
+    if close.shape == base.shape:
+        same = close
+    else:
+        same = close.all(-1, keepdim=True)
     return _apply_transforms(dist, torch.where(same, base, inverted))[1]
 
 
@@ -131,7 +151,12 @@ def _parts(dist: TransformedDistribution) -> list[Any]:
     """Its own transforms, one by one."""
     parts: list[Any] = []
     for transform in dist.transforms:
-        parts += transform.parts if isinstance(transform, ComposeTransform) else [transform]
+        if isinstance(transform, ComposeTransform):
+            inner = transform.parts
+        else:
+            inner = [transform]
+        parts += inner
+
     return parts
 
 
@@ -151,6 +176,7 @@ def _root(dist: Distribution) -> Distribution | None:
     while (changes := _is_transformed(within)) or _is_independent(within):
         transformed |= changes
         within = within.base_dist
+
     if transformed:
         return within
     return None
@@ -165,17 +191,21 @@ def _apply_transforms(dist: Distribution, base: Tensor) -> tuple[Tensor, Tensor]
         return sample, _sum_last(log_prob, dist.reinterpreted_batch_ndims)
     if not _is_transformed(dist):
         return base, dist.log_prob(base)
+
     sample, log_prob = _apply_transforms(dist.base_dist, base)
     parts = _parts(dist)
+
     # event dims of the input of each part, beginning with the first
     dims = len(dist.event_shape) + sum(part.domain.event_dim - part.codomain.event_dim for part in parts)
     log_prob = _sum_last(log_prob, dims - len(dist.base_dist.event_shape))
+
     for part in parts:
         before = sample
         sample = part(sample)
         slope = part.log_abs_det_jacobian(before, sample)
         log_prob = log_prob - _sum_last(slope, dims - part.domain.event_dim)
         dims += part.codomain.event_dim - part.domain.event_dim
+
     return sample, log_prob
 
 

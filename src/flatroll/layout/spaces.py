@@ -30,7 +30,9 @@ def space_leaves(
     elif isinstance(space, spaces.Tuple):
         items = enumerate(space.spaces)
     else:
-        return [(key[0] if len(key) == 1 else key, path)]
+        name = key[0] if len(key) == 1 else key
+        return [(name, path)]
+
     return [leaf for name, child in items for leaf in space_leaves(child, (*key, str(name)), (*path, name))]
 
 
@@ -45,12 +47,14 @@ def observation_leaves(space: "spaces.Space[Any]") -> list[tuple[NestedKey, tupl
     """
     if not isinstance(space, spaces.Dict):
         return space_leaves(space, (OBSERVATION,))
+
     names = {key: column_name(key) for key in space.spaces}
     if len(set(names.values())) < len(names):
         raise ValueError(
             f"observation entries {list(names)} would become columns of the same name, {[*names.values()]}: rename "
             "one with gymnasium.wrappers.TransformObservation"
         )
+
     return [
         leaf for key, child in space.spaces.items() for leaf in space_leaves(child, (names[key],), (key,))
     ]
@@ -100,24 +104,29 @@ def widest_space(single: "spaces.Space[Any]", batched: "spaces.Space[Any] | None
     if isinstance(single, spaces.Dict) and isinstance(batched, spaces.Dict):
         if single.spaces.keys() != batched.spaces.keys():
             return single
+
         parts = {name: widest_space(part, batched[name]) for name, part in single.spaces.items()}
         if all(parts[name] is part for name, part in single.items()):
             return single
         return spaces.Dict(parts)
+
     if isinstance(single, spaces.Tuple) and isinstance(batched, spaces.Tuple):
         if len(single.spaces) != len(batched.spaces):
             return single
+
         each = [widest_space(part, rows) for part, rows in zip(single.spaces, batched.spaces, strict=True)]
         same = all(wide is part for wide, part in zip(each, single.spaces, strict=True))
         if same:
             return single
         return spaces.Tuple(each)
+
     ends = _ends_of(single)
     rows = _ends_of(batched)
     if ends is None or rows is None:
         return single
     if not rows[0].size or rows[0].ndim == 0 or rows[0].shape[1:] != ends[0].shape:
         return single
+
     low = np.minimum(ends[0], rows[0].min(0))
     high = np.maximum(ends[1], rows[1].max(0))
     if np.array_equal(low, ends[0]) and np.array_equal(high, ends[1]):
@@ -131,6 +140,7 @@ def widest_space(single: "spaces.Space[Any]", batched: "spaces.Space[Any] | None
             return spaces.Discrete(count, start=int(low))
         small: Any = single.dtype  # Gymnasium before 1.2.2 has int64 only
         return spaces.Discrete(count, start=int(low), dtype=small.type)
+
     if isinstance(single, spaces.MultiDiscrete):
         whole: Any = single.dtype
         return spaces.MultiDiscrete((high - low + 1).astype(whole), dtype=whole.type, start=low.astype(whole))
@@ -171,8 +181,10 @@ def option_counts(space: "spaces.Space[Any]") -> tuple[int, ...] | None:
             # Python's integers: the difference of the widest bounds overflows.
             ends = zip(space.low.reshape(-1).tolist(), space.high.reshape(-1).tolist(), strict=True)
             counts = tuple(high - low + 1 for low, high in ends)
+
         if sum(counts) > MOST_OPTIONS:
             counts = ()
+
     return counts or None
 
 
@@ -205,6 +217,7 @@ def mask_form(counts: Sequence[int], shape: Sequence[int]) -> MaskForm | None:
     shape = tuple(shape)
     if shape == (sum(counts),):
         return "options"
+
     by_choice = len(shape) > 1 and set(counts) == {shape[-1]} and math.prod(shape[:-1]) == len(counts)
     combined = len(counts) > 1 and shape == counts
     if by_choice == combined:
@@ -225,9 +238,11 @@ def mask_shapes(space: "spaces.Space[Any]") -> str:
     counts = option_counts(space)
     if counts is None:
         return "none, since it has no choices"
+
     flat = f"({sum(counts)},)"
     if len(counts) == 1 or counts == (2, 2):
         return flat
+
     if len(set(counts)) == 1:
         by_choice = f" or {(len(counts), counts[0])}"
     else:

@@ -58,20 +58,32 @@ def step_mdp(
         exclude_done=exclude_done,
         exclude_action=exclude_action,
     )
+
     rewards = key_names("reward_keys", reward_keys, one=True)
     dones = key_names("done_keys", done_keys, one=True)
     actions = key_names("action_keys", action_keys, one=True)
     require(tensordict, NEXT)
     if tensordict.get(OBSERVATION, None) is not None:
         require(tensordict, next_key(OBSERVATION))
+
     ahead = tensordict.clone(recurse=False)  # its nested tensordicts are new as well
     following = ahead.pop(NEXT)
     is_init = ahead.get(IS_INIT, None)
     if keep_other and is_init is not None:
         ahead.set(IS_INIT, torch.zeros_like(is_init))
     if not keep_other:
-        ahead = ahead.select(*([] if exclude_action else actions))
+        if exclude_action:
+            excluded = []
+        else:
+            excluded = actions
+        ahead = ahead.select(*excluded)
+
     ahead.update(following)
     left_out = rewards * exclude_reward + dones * exclude_done + actions * exclude_action
     ahead = ahead.exclude(*left_out).filter_empty_()
-    return cast(TD, ahead if next_tensordict is None else next_tensordict.update(ahead))
+
+    if next_tensordict is None:
+        out = ahead
+    else:
+        out = next_tensordict.update(ahead)
+    return cast(TD, out)

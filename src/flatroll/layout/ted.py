@@ -61,11 +61,13 @@ def is_shift(root: Tensor, following: Tensor, ends: Tensor) -> bool:
     """
     if root.shape != following.shape or root.dtype != following.dtype:
         return False
+
     for first in range(0, len(root) - 1, _ROWS_AT_ONCE):
         stop = min(first + _ROWS_AT_ONCE, len(root) - 1)
         differs = _bits(root[first + 1 : stop + 1]) != _bits(following[first:stop])
         if bool((differs.any(1) & ~ends[first:stop].to(differs.device)).any()):
             return False
+
     return True
 
 
@@ -210,54 +212,70 @@ class TED2Flat(Conversion):
             and (NEXT, *key) in entries
             and is_shift(in_time_order(root), in_time_order(entries[NEXT, *key]), ends)
         ]
+
         moved = [
             key[1:]
             for key in entries
             if key[0] == NEXT and plain_key(key[1:]) in self.done_keys | self.reward_keys
         ]
+
         flat = TensorDict({}, [])
         is_full = self.is_full is not False
+        if is_full:
+            shift = self.shift or 0
+        else:
+            shift = shape[0]
+
         for name, value in (
-            (self.shift_key, (self.shift or 0) if is_full else shape[0]),
+            (self.shift_key, shift),
             (self.is_full_key, is_full),
             (SHAPE, tuple(shape)),
             (COLUMNS, json.dumps({"shifted": shifted, "next": moved})),
         ):
             flat.set_non_tensor(name, value)
+
         if path is not None:
             flat.memmap_(str(file_path("path", path)))
         _column(flat, (LENGTHS,), stops[:0], len(stops)).copy_(stops.diff(prepend=stops.new_tensor([-1])))
+
         for key, column in entries.items():
             if key[0] == NEXT and key[1:] in shifted:
                 continue
+
             rows = in_time_order(column)
             if key in shifted:
                 made = _column(flat, key, rows, len(rows) + len(stops))
                 fill_compact(made, rows, in_time_order(entries[NEXT, *key]), ends)
             else:
                 _column(flat, self._place(key), rows, len(rows)).copy_(rows)
+
         return flat
 
     def _in_time_order(self, data: TensorDictBase) -> tuple[Any, Callable[[Tensor], Tensor]]:
         """Return the rows that count, and what lays a column of them ``[T, *B, *F]`` end to end, oldest row first."""
         if data.batch_dims < 1:
             raise ValueError("data must have batch size [N] or [T, *B], got []")
+
         own = {LENGTHS, COLUMNS, SHAPE, ROOT, self.shift_key, self.is_full_key}
         if clash := sorted(own & set(data.keys())):
             raise ValueError(
                 f"data has entries {clash}, whose names the flat form uses itself: rename them first"
             )
+
         for key in data.keys(True, True, is_leaf=is_entry):
             column = data.get(key)
             if not isinstance(column, Tensor) or column.is_nested:
                 raise TypeError(f"data[{key!r}] is not a dense tensor: leave it out with .exclude({key!r})")
+
         slots = data.batch_size[0]
         shift = self.shift
         if shift is not None and not 0 <= shift <= slots:
             raise ValueError(f"shift must be a slot from 0 to {slots} (the rows of data), got {shift}")
+
         if self.is_full is False and shift is not None:
             kept: Any = data[:shift]
             data = kept
+
         dims = data.batch_dims
         roll = shift if shift and self.is_full else 0
 
@@ -331,11 +349,15 @@ class Flat2TED(Conversion):
         shifted, moved = self._kinds(data, entries, rows)
         if not is_full:
             shape = torch.Size([min(shift, slots), *shape[1:]])
-        target = TensorDict({}, shape) if out is None else _memory(out, shape)
+        if out is None:
+            target = TensorDict({}, shape)
+        else:
+            target = _memory(out, shape)
 
         def put(key: Names, column: Tensor) -> None:
             if len(column) != rows:
                 raise ValueError(f"entry {key!r} has {len(column)} rows, the others have {rows}")
+
             # [L * T, *F] -> [L, T, *F] -> [T, L, *F], without the unwritten slots
             in_slots = column.reshape(lanes, slots, *column.shape[1:]).transpose(0, 1)[: shape[0]]
             in_slots = in_slots.reshape(*shape, *column.shape[1:])
@@ -360,6 +382,7 @@ class Flat2TED(Conversion):
                         f"entry {key!r} has {len(column)} rows; {rows} rows in {int(ends.sum())} runs take "
                         f"{rows + int(ends.sum())}"
                     )
+
                 root, following = expand_compact(column, ends)
                 put(key, root)
                 put(next_key(key), following)
@@ -368,7 +391,12 @@ class Flat2TED(Conversion):
                 if COLUMNS not in names and plain_key(key) in self.done_keys:
                     put(key, torch.zeros_like(column))  # torchrl's form does not keep the root's flags
             else:
-                put(key[1:] if key[0] == ROOT else key, column)
+                if key[0] == ROOT:
+                    name = key[1:]
+                else:
+                    name = key
+                put(name, column)
+
         if out is None:
             return target
         return out
@@ -382,9 +410,15 @@ class Flat2TED(Conversion):
             ends = torch.zeros(slots * lanes, dtype=torch.bool, device=lengths.device)
             ends[lengths.cumsum(0) - 1] = True
             return ends
+
         done: Tensor = data.get(self.done_key)
         ends = done.reshape(lanes, slots).clone()
-        ends[:, (slots if is_full else shift) - 1] = True
+        if is_full:
+            end = slots
+        else:
+            end = shift
+        ends[:, end - 1] = True
+
         return ends.reshape(-1)
 
     def _kinds(
@@ -398,6 +432,7 @@ class Flat2TED(Conversion):
             if missing := sorted((found[0] | found[1]) - set(entries)):
                 raise KeyError(f"the flat form lacks its entries {missing}")
             return found[0], found[1]
+
         named = self.done_keys | self.reward_keys
         return (
             {key for key, column in entries.items() if len(column) != rows},
@@ -415,7 +450,11 @@ def _ring_state(data: TensorDictBase, shift_key: str, is_full_key: str) -> tuple
         return value
 
     shape = kept(SHAPE)
-    sizes = torch.Size([shape] if isinstance(shape, int) else [int(size) for size in shape])
+    if isinstance(shape, int):
+        sizes = torch.Size([shape])
+    else:
+        sizes = torch.Size([int(size) for size in shape])
+
     shift = kept(shift_key)
     is_full = bool(kept(is_full_key))
     if not 0 <= int(shift) <= sizes[0]:
@@ -456,6 +495,7 @@ class NestedRuns(TensorDict):
         rows = int(lengths.sum())
         offsets = {extra: _offsets(lengths + extra) for extra in (0, 1)}
         nested = cls({}, [len(lengths)])
+
         for key, column in _entries(flat):
             if not isinstance(column, Tensor):
                 nested.set_non_tensor(key, column)
@@ -465,6 +505,7 @@ class NestedRuns(TensorDict):
                 nested.set(key, column)
             else:
                 nested.set(key, torch.nested.nested_tensor_from_jagged(column, offsets[len(column) > rows]))
+
         return nested
 
     def flat(self) -> TensorDict:
@@ -472,9 +513,14 @@ class NestedRuns(TensorDict):
         flat = TensorDict({}, [])
         for key, value in _entries(self):
             if isinstance(value, Tensor):
-                flat.set(key, nested_values(value) if value.is_nested else value)
+                if value.is_nested:
+                    column = nested_values(value)
+                else:
+                    column = value
+                flat.set(key, column)
             else:
                 flat.set_non_tensor(key, value)
+
         return flat
 
     @override
@@ -531,9 +577,14 @@ class Nested2TED(Flat2TED):
         flat = TensorDict({}, [])
         for key, value in _entries(data):
             if isinstance(value, Tensor):
-                flat.set(key, nested_values(value) if value.is_nested else value)
+                if value.is_nested:
+                    column = nested_values(value)
+                else:
+                    column = value
+                flat.set(key, column)
             else:
                 flat.set_non_tensor(key, value)
+
         return super().__call__(flat, out)
 
 
@@ -557,12 +608,14 @@ class H5Split(TED2Flat):
         width = len(str(max(runs - 1, 0)))
         split = TensorDict({f"{_RUN}{number:0{width}}": TensorDict({}, []) for number in range(runs)}, [])
         folders = [split.get(f"{_RUN}{number:0{width}}") for number in range(runs)]
+
         for key, value in _entries(data):
             if not isinstance(value, Tensor):
                 split.set_non_tensor(key, value)
                 continue
             for folder, part in zip(folders, value.unbind(), strict=True):
                 folder.set(key, part)
+
         return split
 
 
@@ -586,10 +639,13 @@ class H5Combine:
             raise ValueError(
                 f"data must have folders {_RUN}0, {_RUN}1, ..., got {sorted(map(str, data.keys()))}"
             )
+
         keys = list(folders[0].keys(True, True))
+
         for name, folder in zip(names, folders, strict=True):
             if set(folder.keys(True, True)) != set(keys):
                 raise ValueError(f"{name} holds other entries than {names[0]}")
+
         combined = NestedRuns({}, [len(folders)])
         for key, value in _entries(data.exclude(*names)):
             combined.set_non_tensor(key, value)
@@ -600,6 +656,7 @@ class H5Combine:
                 continue
             offsets = _offsets(torch.tensor([len(part) for part in parts]))
             combined.set(key, torch.nested.nested_tensor_from_jagged(torch.cat(parts), offsets))
+
         return combined
 
 
@@ -613,4 +670,8 @@ def _entries(data: TensorDictBase) -> Iterator[tuple[NestedKey, Any]]:
     tensors = set(data.keys(True, True))
     for key in data.keys(True, True, is_leaf=is_entry):
         value = data.get(key) if key in tensors else None
-        yield key, value if isinstance(value, Tensor) else data.get_non_tensor(key)
+        if isinstance(value, Tensor):
+            column = value
+        else:
+            column = data.get_non_tensor(key)
+        yield key, column

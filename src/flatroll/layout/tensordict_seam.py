@@ -74,6 +74,7 @@ def nest(
                 place = place.setdefault(parent, {})
             key = key[-1]
         place[key] = value
+
     make = TensorDict._new_unsafe if USES_PRIVATES else TensorDict
     return make(tree, batch_size=torch.Size(rows), device=device)
 
@@ -86,12 +87,15 @@ def get_entry(batch: TensorDictBase, key: NestedKey) -> Any:
     (tensor([1., 1.]), None)
     """
     place: Any = batch
-    for name in (key,) if type(key) is str else key:
+    names = (key,) if type(key) is str else key
+
+    for name in names:
         if type(place) is not TensorDict or not USES_PRIVATES:
             if place is None:
                 return None
             return batch.get(key, None)
         place = place._tensordict.get(name)
+
     if place is None or isinstance(place, Tensor):
         return place
     return batch.get(key, None)
@@ -108,6 +112,7 @@ def set_entry(batch: TensorDictBase, key: NestedKey, value: Tensor) -> None:
     if USES_PRIVATES and type(batch) is TensorDict and type(key) is str and not batch.is_locked:
         rows = batch.batch_size
         device = batch.device
+
         # Values that are tensordicts take the general path below.
         if (
             isinstance(value, Tensor)
@@ -116,6 +121,7 @@ def set_entry(batch: TensorDictBase, key: NestedKey, value: Tensor) -> None:
         ):
             batch._tensordict[key] = value
             return
+
     batch.set(key, value)
 
 
@@ -130,10 +136,13 @@ def shallow_copy(batch: TensorDictBase) -> TensorDictBase:
     """
     if not USES_PRIVATES or type(batch) is not TensorDict:
         return batch.copy()
+
     entries = dict(batch._tensordict)
+
     for key, value in entries.items():
         if not isinstance(value, Tensor):
             entries[key] = shallow_copy(cast(TensorDictBase, value))
+
     names = batch._maybe_names()
     return TensorDict._new_unsafe(entries, batch_size=batch.batch_size, device=batch.device, names=names)
 
@@ -151,6 +160,7 @@ def plain_attributes(network: object, kind: type, plain: Mapping[str, Any]) -> d
     # only tensordict's own call skips existing entries, runs hooks and compiles
     if not USES_PRIVATES or _mode_of(_SKIPS, skip_existing):
         return None
+
     own = network.__dict__
     if (
         own["_forward_hooks"]
@@ -159,6 +169,7 @@ def plain_attributes(network: object, kind: type, plain: Mapping[str, Any]) -> d
         or own["_backward_pre_hooks"]
     ):
         return None
+
     # network.compile() sets _compiled_call_impl
     if any(_GLOBAL_HOOKS) or own.get("_compiled_call_impl") is not None:
         return None
@@ -202,6 +213,7 @@ def exchange_interaction_type(kind: InteractionType | None) -> InteractionType |
         before: InteractionType | None = _TYPE._mode
         _TYPE._mode = kind
         return before
+
     before = interaction_type()
     set_interaction_type(kind).__enter__()
     return before
@@ -222,10 +234,12 @@ def call_network(network: TensorDictModuleBase, batch: TensorDictBase) -> Tensor
             if key != "_":  # the name of an unused output
                 set_entry(batch, key, value)
         return batch
+
     own = plain_attributes(network, TensorDictSequential, _SELECTING_NOTHING)
     if own is None:
         out: TensorDictBase = network(batch)
         return out
+
     for part in _parts(own):
         batch = call_network(part, batch)
     return batch
@@ -241,11 +255,13 @@ def call_policy(policy: Any, batch: TensorDictBase) -> Any:
         for part in _parts(own):
             batch = call_network(part, batch)
         return batch
+
     if plain_attributes(policy, ProbabilisticTensorDictSequential, _SAMPLING_ACTOR) is not None:
         ready = prepare_sampling(policy, batch)
         if ready is not None:
             sampler, batch, _ = ready
             return _sample(sampler, batch)
+
     return call_network(policy, batch)
 
 
@@ -253,10 +269,12 @@ def base_keys_of(policy: Any) -> list[NestedKey]:
     """Return the keys under which :func:`call_policy` may store base samples."""
     if plain_attributes(policy, ProbabilisticTensorDictSequential, _SAMPLING_ACTOR | _PLAIN_ACTOR) is None:
         return []
+
     sampler = _parts(policy.__dict__)[-1]
     if not isinstance(sampler, ProbabilisticTensorDictModule) or not keeps_base(sampler):
         return []
     action_keys: list[Any] = sampler.dist_sample_keys
+
     return [base_sample_key(key) for key in action_keys]
 
 
@@ -287,12 +305,19 @@ def _sample(sampler: ProbabilisticTensorDictModule, batch: TensorDictBase) -> Te
     if kind is InteractionType.RANDOM and _samples_once(sampler):
         parts = components(build_distribution(sampler, batch))
         action_keys: list[Any] = sampler.dist_sample_keys
+
         alike = None in parts or list(parts) == action_keys
         if alike and len(parts) == len(action_keys):
             if not sampler.return_log_prob:
                 for key, part in zip(action_keys, parts.values(), strict=True):
-                    set_entry(batch, key, part.rsample() if part.has_rsample else part.sample())
+                    if part.has_rsample:
+                        action = part.rsample()
+                    else:
+                        action = part.sample()
+                    set_entry(batch, key, action)
+
                 return batch
+
             log_prob_keys: list[Any] = sampler.log_prob_keys or []
             if len(log_prob_keys) == len(action_keys):
                 for key, log_prob_key, part in zip(action_keys, log_prob_keys, parts.values(), strict=True):
@@ -301,7 +326,9 @@ def _sample(sampler: ProbabilisticTensorDictModule, batch: TensorDictBase) -> Te
                     set_entry(batch, log_prob_key, log_prob)
                     if base is not None:
                         set_entry(batch, base_sample_key(key), base)
+
                 return batch
+
     out: TensorDictBase = sampler(batch)
     return out
 
@@ -330,7 +357,13 @@ def build_distribution(
             with suppress(TypeError):
                 built: Distribution = sampler.distribution_class(**columns, **sampler.distribution_kwargs)
                 return built
-    dist: Distribution = sampler.get_dist(shallow_copy(batch).update(outputs) if outputs else batch)
+
+    if outputs:
+        inputs = shallow_copy(batch).update(outputs)
+    else:
+        inputs = batch
+    dist: Distribution = sampler.get_dist(inputs)
+
     return dist
 
 
@@ -353,31 +386,38 @@ def prepare_sampling(
     own = plain_attributes(actor, ProbabilisticTensorDictSequential, _PLAIN_ACTOR)
     if own is None:
         return None
+
     *parts, last = _parts(own)
     sampling = (ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential)
     if not isinstance(last, ProbabilisticTensorDictModule) or any(isinstance(x, sampling) for x in parts):
         return None
+
     # parts may query the interaction type: that of the enclosing block, else the last part's default
     before = _mode_of(_TYPE, interaction_type)
     exchange_interaction_type(before or last.default_interaction_type)
+
     try:
         if readers is not None:
             made: list[Any] = parts[0].out_keys if len(parts) == 1 else []
             roots = {key if isinstance(key, str) else key[0] for key in made}
             alone = all(key in made for key in last.in_keys)
+
             for reader in readers:  # a reader that is not a plain function may read any entry
                 read: Any = reader.in_keys
                 alone = alone and plain_attributes(reader, TensorDictModule, _PLAIN_MODULE) is not None
                 alone = alone and not any((key if isinstance(key, str) else key[0]) in roots for key in read)
+
             if made and alone:
                 outputs = _call_function(parts[0], batch)
                 if outputs is not None:
                     return last, batch, outputs
             batch = shallow_copy(batch)
+
         for part in parts:
             batch = call_network(part, batch)
     finally:
         exchange_interaction_type(before)
+
     return last, batch, {}
 
 
@@ -386,11 +426,17 @@ def call_for(network: TensorDictModuleBase, batch: TensorDictBase, key: NestedKe
     out_keys: list[Any] = network.out_keys
     if key not in out_keys and as_tuple(key) not in map(as_tuple, out_keys):
         return None  # an entry of the batch with this name is not the network's
-    outputs = _call_function(network, batch) if len(out_keys) == 1 else None
+
+    if len(out_keys) == 1:
+        outputs = _call_function(network, batch)
+    else:
+        outputs = None
+
     if outputs is not None:
         value = outputs[out_keys[0]]
         if isinstance(value, Tensor):
             return value  # a plain function does not write into the batch, so no copy is needed
+
     found: Tensor | None = get_entry(call_network(network, shallow_copy(batch)), key)
     return found
 
@@ -400,27 +446,40 @@ def _call_function(network: TensorDictModuleBase, batch: TensorDictBase) -> dict
     own = plain_attributes(network, TensorDictModule, _PLAIN_MODULE)
     if own is None:
         return None
+
     inputs = []
     for key in cast(list[Any], network.in_keys):
         is_root = type(batch) is TensorDict and type(key) is str
-        column = batch._tensordict.get(key) if is_root else batch.get(key, None)
+        if is_root:
+            column = batch._tensordict.get(key)
+        else:
+            column = batch.get(key, None)
+
         if not isinstance(column, Tensor):
             return None
         inputs.append(column)
+
     # looking up network.module would take longer than everything else here
-    function = own["module"] if "module" in own else own["_modules"]["module"]
+    if "module" in own:
+        function = own["module"]
+    else:
+        function = own["_modules"]["module"]
+
     try:
         out = function(*inputs)
     except Exception as error:
         error.add_note(f"In the network with in_keys {network.in_keys} and out_keys {network.out_keys}")
         raise
+
     keys: list[Any] = network.out_keys
     if isinstance(out, Tensor) and len(keys) == 1:
         return {keys[0]: out}
+
     if isinstance(out, (dict, TensorDictBase)) and all(key in out for key in keys):
         out = tuple(out[key] for key in keys)
     elif not isinstance(out, tuple):
         out = () if out is None else (out,)
+
     if len(out) != len(keys):
         raise ValueError(f"a network with out_keys {keys} returned {len(out)} tensors: give each a key")
     pairs = zip(keys, out, strict=True)

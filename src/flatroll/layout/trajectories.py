@@ -75,6 +75,7 @@ def split_trajectories(
         raise TypeError(
             f"as_nested must be True, False, torch.jagged or torch.strided, got {shown(as_nested)}"
         )
+
     traj_key, mask_key = _keys(prefix, trajectory_key)
     if (
         traj_key == TRAJ_IDS
@@ -82,10 +83,13 @@ def split_trajectories(
         and batch.get(TRAJ_IDS[-1], None) is not None
     ):
         traj_key = TRAJ_IDS[-1]
+
     done = DONE if done_key is None else under_next(done_key)
+
     for asked, key in ((trajectory_key, traj_key), (done_key, done)):
         if asked is not None and batch.get(key, None) is None:
             raise missing_marker(key, batch.keys(True, True))
+
     starts = run_starts(batch, done_key=done, traj_key=traj_key, mask_key=mask_key).reshape(-1)
     flat = batch.reshape(starts.numel())
     if flat.get(mask_key, None) is not None:
@@ -93,17 +97,24 @@ def split_trajectories(
         flat = flat[rows].exclude(mask_key)
         starts = starts[rows]
     tensors = set(flat.keys(True, True))
+
     for key in flat.keys(True, True, is_leaf=is_leaf_nontensor):
         if key not in tensors:
             raise TypeError(
                 f"batch[{key!r}] is not a tensor and cannot be split: leave it out with .exclude({key!r})"
             )
+
     # run r is the rows offsets[r] ... offsets[r + 1] - 1
     first = starts.nonzero().squeeze(-1)
     offsets = torch.cat([first, first.new_tensor([starts.numel()])])
     if as_nested is False:
         return _pad(flat, starts, offsets, mask_key)
-    return _nest(flat, offsets, torch.strided if as_nested is torch.strided else torch.jagged)
+
+    if as_nested is torch.strided:
+        layout = torch.strided
+    else:
+        layout = torch.jagged
+    return _nest(flat, offsets, layout)
 
 
 def join(parts: TensorDictBase | Sequence[TensorDictBase], *, mask_key: NestedKey = MASK) -> TensorDictBase:
@@ -130,15 +141,18 @@ def join(parts: TensorDictBase | Sequence[TensorDictBase], *, mask_key: NestedKe
         trajectories = list(iterable("parts", parts, "a tensordict or a sequence of them"))
         if not trajectories:
             raise ValueError("parts must hold at least one trajectory, got an empty sequence")
+
         for i, part in enumerate(trajectories):
             expect(f"parts[{i}]", part, TensorDictBase, "a tensordict")
             if part.batch_dims != 1:
                 raise ValueError(f"parts[{i}] must have batch size [T], got {list(part.batch_size)}")
         return cast(TensorDictBase, TensorDict.cat(trajectories))
+
     need_keys(mask_key=mask_key)
     need_rows(parts, values=True)
     if any(leaf.is_nested for leaf in parts.values(True, True)):
         return _unnest(parts)
+
     mask = marker(parts, mask_key)
     # numbers of the real rows in the padded table, seen flat: run by run, in time order
     rows = mask.reshape(-1).nonzero().squeeze(-1)
@@ -184,6 +198,7 @@ def mark_cuts(
     cut = ends.to(done.device) & ~done
     if batch.get(mask_key, None) is not None:
         cut &= marker(batch, mask_key)
+
     marked = batch.copy()  # of the structure: the columns are shared
     marked.set(done_key, (done | cut).view_as(batch.get(done_key)))
     marked.set(truncated_key, (truncated | cut).view_as(batch.get(truncated_key)))
@@ -196,7 +211,12 @@ def _keys(prefix: NestedKey | None, trajectory_key: NestedKey | None) -> tuple[N
         raise ValueError(f"pass prefix or trajectory_key, not both (got {prefix!r} and {trajectory_key!r})")
     if trajectory_key is not None:
         parents = as_tuple(trajectory_key)[:-1]
-        return trajectory_key, (*parents, MASK[-1]) if parents else MASK
+        if parents:
+            mask = (*parents, MASK[-1])
+        else:
+            mask = MASK
+        return trajectory_key, mask
+
     if prefix is not None:
         return (*as_tuple(prefix), TRAJ_IDS[-1]), (*as_tuple(prefix), MASK[-1])
     return TRAJ_IDS, MASK
@@ -206,6 +226,7 @@ def _pad(flat: TensorDictBase, starts: Tensor, offsets: Tensor, mask_key: Nested
     """Scatter every row to (its run, its place in the run): one pass over each column, no loop over runs."""
     n = offsets.numel() - 1
     longest = int(offsets.diff().max()) if n else 0
+
     # the run of each row, its place in that run, and its slot in the padded table [n * T_max]
     run = starts.cumsum(0) - 1
     place = torch.arange(starts.numel(), device=starts.device) - offsets[run]
@@ -234,6 +255,7 @@ def _nest(flat: TensorDictBase, offsets: Tensor, layout: torch.layout) -> Tensor
             ),
             batch_size=[len(lengths)],
         )
+
     if not lengths:
         raise ValueError("as_nested=torch.strided cannot hold zero trajectories, use torch.jagged")
     for key, column in flat.items(True, True):
@@ -242,11 +264,17 @@ def _nest(flat: TensorDictBase, offsets: Tensor, layout: torch.layout) -> Tensor
                 f"batch[{key!r}] is {column.dtype}, for which torch has no strided nested tensors: "
                 "use as_nested=torch.jagged"
             )
+
     # Time is a batch dimension, so that tensordict's to_padded_tensor(mask_key=...) can write the mask. Its
     # size is what torch reports for such nested tensors: -1 if the lengths differ, else the common length.
+    if len(set(lengths)) == 1:
+        length = lengths[0]
+    else:
+        length = -1
+
     return flat.apply(
         lambda c: torch.nested.as_nested_tensor(list(c.split(lengths)), layout=torch.strided),
-        batch_size=[len(lengths), lengths[0] if len(set(lengths)) == 1 else -1],
+        batch_size=[len(lengths), length],
     )
 
 

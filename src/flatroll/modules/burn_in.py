@@ -76,11 +76,14 @@ class BurnIn:
             self.modules = list(modules)
         else:
             self.modules = [modules]
+
         for module in self.modules:
             if not isinstance(module, TensorDictModuleBase):
                 raise TypeError(f"modules must be tensordict modules, got {type(module).__name__}")
+
         self.burn_in = whole_number("burn_in", burn_in, 0)
         need_keys(init_key=init_key, done_key=done_key)
+
         if out_keys is None:
             written = list(self._initial_states())
         else:
@@ -91,6 +94,7 @@ class BurnIn:
                 "the modules have no recurrent state: no part of them has make_tensordict_primer(). Pass a GRUModule "
                 "or LSTMModule, or name the states with out_keys"
             )
+
         self.init_key = init_key
         self.done_key = done_key
 
@@ -111,35 +115,49 @@ class BurnIn:
             raise ValueError("BurnIn needs slices without padding: SliceSampler(pad_output=False)")
         if not self.burn_in or not len(td):
             return td
+
         marked = td.clone(recurse=False)
-        absent = [key for key in self.out_keys if td.get(key, None) is None]
-        for key, first in (self._initial_states() if absent else {}).items():
-            if key in absent:
-                marked.set(key, first.to(td.device).expand(len(td), *first.shape))
+        self._fill_absent_states(marked)
         parts = self._divide(marked, ends)
         rest = cast(TensorDictBase, marked[parts.rest])
         if not len(parts.head):
             return rest
+
         after = cast(TensorDictBase, marked[parts.head])
         device = next((p.device for module in self.modules for p in module.parameters()), None)
-        after = after if device is None else after.to(device)
+        if device is not None:
+            after = after.to(device)
+
         with torch.no_grad(), set_recurrent_mode("recurrent"):
             for module in self.modules:
                 after = module(after)
+
         for key in self.out_keys:
             state = require(rest, key)
             final = require(after, next_key(key)).index_select(0, parts.final.to(after.device))
             rest.set(key, state.index_copy(0, parts.entry, final.to(state.device, state.dtype)))
+
         if (flags := rest.get(HAS_STATE, None)) is not None:
             rest.set(HAS_STATE, flags.index_fill(0, parts.entry.to(flags.device), True))
         return rest
 
     __call__ = forward
 
+    def _fill_absent_states(self, rows: TensorDictBase) -> None:
+        """Give rows that store no states those that episodes start from."""
+        absent = [key for key in self.out_keys if rows.get(key, None) is None]
+        if not absent:
+            return
+
+        for key, first in self._initial_states().items():
+            if key in absent:
+                rows.set(key, first.to(rows.device).expand(len(rows), *first.shape))
+
     def _divide(self, marked: TensorDictBase, ends: Tensor | None) -> "_Parts":
         """The rows to burn in and those that stay; marks the first rows of both in ``marked``."""
         if ends is None:
             ends = run_ends(marked, is_init_key=self.init_key, done_key=self.done_key)
+
         stored = marked.get(self.init_key, None)
         if stored is None:
             init = torch.zeros_like(ends)
@@ -147,6 +165,7 @@ class BurnIn:
             init = marker(marked, self.init_key).clone()
         ends = ends.to(init.device, copy=True)
         ends[-1] = True
+
         # last row, length and first row of each slice, and the number of rows to burn in
         lasts = ends.nonzero().squeeze(1)
         lengths = lasts.diff(prepend=lasts.new_tensor([-1]))
@@ -154,10 +173,13 @@ class BurnIn:
         burnt = (lengths - 1).clamp(max=self.burn_in)
         entry = (firsts + burnt)[burnt > 0]  # the first remaining row of each shortened slice
         init[firsts] = True
-        marked.set(self.init_key, init.unsqueeze(1) if stored is None else init.view(stored.shape))
-        # if the other markers say that an episode begins there, the stored state is right
+        shown = init.unsqueeze(1) if stored is None else init.view(stored.shape)
+        marked.set(self.init_key, shown)
+
+        # If the other markers say that an episode begins there, the stored state is right.
         fresh = run_starts(marked, is_init_key=self.init_key, done_key=self.done_key).to(init.device)[entry]
         init[entry] = True  # writes into `marked`, which shares the memory
+
         at = torch.arange(len(init), device=init.device)
         head = at < (firsts + burnt).repeat_interleave(lengths)
         rest = (~head).nonzero().squeeze(1)

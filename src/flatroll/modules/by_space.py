@@ -156,13 +156,16 @@ def actor(
     (torch.Size([5]), torch.Size([5]))
     """
     one_of("std", std, ("independent", "dependent"))
-    flags(
-        squash=False if squash is None else squash, action_mask=False if action_mask is None else action_mask
-    )
+    if squash is not None:
+        flags(squash=squash)
+    if action_mask is not None:
+        flags(action_mask=action_mask)
+
     observation, action = _spaces_of(env)
     masks = _masks_of(observation, action, action_mask)
     in_observation = any(mask.shape is not None for mask in masks.values())
     trunk = _trunk_of(observation, hidden, activation, cnn, recurrent, norm, drop_mask=in_observation)
+
     parts = trunk.parts
     out_keys: list[Any] = []  # out_keys of the last head
     names: dict[NestedKey, NestedKey] = {}  # part of the action, () of one without parts -> its key
@@ -177,16 +180,19 @@ def actor(
         kind, kwargs, head, written = _head_of(
             space, trunk.width, std, squash, ".".join(inner), combined=combined
         )
+
         # Nested as the action is: names have no dots but those of the space, so that rows can be exported.
         prefix = ("params", *inner) if path else ()
         out_keys = [plain_key((*prefix, entry)) for entry in written]
         parts.append(TensorDictModule(head, [trunk.features], out_keys))
         if mask is not None:
             parts.append(mask.module_for(space, out_keys[0]))
+
         part = plain_key(inner)
         names[part] = key
         kinds[part] = kind
         options[part] = kwargs
+
     sampling: dict[str, Any] = {
         "default_interaction_type": InteractionType.RANDOM,
         "return_log_prob": True,
@@ -202,6 +208,7 @@ def actor(
             "extra_kwargs": options,
         }
         parts.append(ProbabilisticTensorDictModule(["params"], list(names.values()), **sampling))
+
     return _on_device(ProbabilisticTensorDictSequential(*parts), device)
 
 
@@ -241,19 +248,22 @@ def critic(
     torch.Size([5, 1])
     """
     flags(shared=shared)
+    taken: list[Any] = []
     if actor is not None:
         expect("actor", actor, TensorDictSequential, "an actor of flatroll.modules.actor")
+        taken = list(actor.module)
     if shared and actor is None:
         raise ValueError(
             "shared=True needs the actor whose body is shared: critic(env, actor=policy, shared=True)"
         )
-    taken: list[Any] = [] if actor is None else list(actor.module)
+
     if shared:
         ends = [i for i, part in enumerate(taken) if FEATURES in part.out_keys]
         if not ends:
             raise ValueError(
                 f"actor must be made by flatroll.modules.actor: no part of it writes {FEATURES!r}"
             )
+
         heads = [part for part in taken[ends[0] + 1 :] if FEATURES in part.in_keys]
         width = next(layer.in_features for layer in heads[0].modules() if isinstance(layer, nn.Linear))
         trunk = _Trunk(taken[: ends[0] + 1], FEATURES, width)
@@ -262,6 +272,7 @@ def critic(
         observation, action = _spaces_of(env)
         drops = bool(_masks_of(observation, action, None, strict=False))
         trunk = _trunk_of(observation, hidden, activation, cnn, recurrent, norm, drop_mask=drops, **options)
+
     return _on_device(TensorDictSequential(*trunk.with_values("state_value", 1)), device)
 
 
@@ -299,7 +310,9 @@ def q_network(
     >>> net(TensorDict({"observation": torch.zeros(5, 4)}, [5]))["action_value"].shape
     torch.Size([5, 2])
     """
-    flags(action_mask=False if action_mask is None else action_mask)
+    if action_mask is not None:
+        flags(action_mask=action_mask)
+
     observation, action = _spaces_of(env)
     box = isinstance(action, spaces.Box)
     if box and recurrent is not None:
@@ -319,8 +332,10 @@ def q_network(
         raise ValueError(
             f"action_mask=True needs a Discrete action space, got {action}: the network only rates the actor's actions"
         )
+
     masks = _masks_of(observation, action, action_mask, strict=not box)
     in_observation = any(mask.shape is not None for mask in masks.values())
+    rated = action if box else None
     trunk = _trunk_of(
         observation,
         hidden,
@@ -329,10 +344,12 @@ def q_network(
         recurrent,
         norm,
         drop_mask=in_observation,
-        action=action if box else None,
+        action=rated,
     )
+
     if box:
         return _on_device(TensorDictSequential(*trunk.with_values("state_action_value", 1)), device)
+
     parts = trunk.with_values("action_value", int(action.n))
     if masks:  # a Discrete space's only one
         parts.append(ActionMask("action_value", ACTION_MASK, option_counts(action), strict=False))
@@ -376,6 +393,7 @@ class ActionMask(TensorDictModuleBase):
         flags(strict=strict, binary=binary)
         if binary and counts is not None:
             raise ValueError(f"counts must be left out with binary=True, where all are 2, got {counts}")
+
         read: list[Any] = [key, mask_key]
         self.in_keys = read
         self.out_keys = read[:1]
@@ -388,18 +406,21 @@ class ActionMask(TensorDictModuleBase):
         """Replace the entry in the batch ``[*B]``; return it."""
         read: list[Any] = self.in_keys
         key, mask_key = read
+
         logits = require(tensordict, key)
         mask = require(tensordict, mask_key)
         counts = (2,) * logits.shape[-1] if self.binary else self.counts
         mask = self._flatten(mask, logits, counts)
-        # the padding may be empty
-        if tensordict.get(MASK, None) is None:
-            real = None
-        else:
+        real = None  # the padding may be empty
+        if tensordict.get(MASK, None) is not None:
             real = marker(tensordict, MASK)
         whole = legal_options(f"batch[{mask_key!r}]", mask, counts, strict=self.strict, real=real)
+
         lowest = torch.finfo(logits.dtype).min
-        legal = torch.cat(whole, -1) if len(whole) > 1 else whole[0]
+        legal = whole[0]
+        if len(whole) > 1:
+            legal = torch.cat(whole, -1)
+
         if self.binary:
             off, on = legal.reshape(*logits.shape, 2).unbind(-1)
             # The probability of 1 is 0 where 1 is illegal, and 1 where 0 is.
@@ -412,19 +433,22 @@ class ActionMask(TensorDictModuleBase):
     def _flatten(self, mask: Tensor, logits: Tensor, counts: Sequence[int] | None) -> Tensor:
         """Return the mask as ``[*B, options]``; ValueError if its shape does not fit."""
         rows = logits.shape[:-1]
-        options = logits.shape[-1] * (2 if self.binary else 1)
+        options = logits.shape[-1]
+        if self.binary:
+            options *= 2
         if mask.shape == (*rows, options):
             return mask
+
         own = mask.shape[len(rows) :]
         if counts is None:
             fits = math.prod(own) == options
         else:
             fits = mask_form(counts, own) == "options"
+
         if mask.shape[: len(rows)] != rows or not fits:
+            each = "one number for each action"
             if self.binary:
                 each = "two numbers for each flag"
-            else:
-                each = "one number for each action"
             raise ValueError(
                 f"batch[{self.in_keys[1]!r}] must have shape {(*rows, options)}, {each}, got {tuple(mask.shape)}"
             )
@@ -460,6 +484,7 @@ class EpsilonGreedy(nn.Module):
         best = value.argmax(-1)
         if interaction_type() is not InteractionType.RANDOM:
             return best
+
         # A random number for each legal action, -1 for illegal ones; the largest is chosen.
         lots = torch.rand_like(value).masked_fill(value == torch.finfo(value.dtype).min, -1.0)
         explores = torch.rand(best.shape, device=value.device) < self.epsilon
@@ -487,6 +512,7 @@ def set_epsilon(network: nn.Module, epsilon: float) -> None:
         raise ValueError(
             "network must have an EpsilonGreedy module, like a q_network for a Discrete space, but has none"
         )
+
     for module in found:
         module.epsilon.fill_(epsilon)
 
@@ -525,6 +551,7 @@ def _masks_of(
     """
     if action_mask is False:
         return {}
+
     leaves = {tuple(map(str, path)): path for _, path in space_leaves(action, (ACTION,))}
     choices = [path for path in leaves.values() if option_counts(part_of(action, path)) is not None]
     found: dict[tuple[Any, ...], _Mask] = {}
@@ -534,27 +561,31 @@ def _masks_of(
                 f"action_mask=True needs an action space with choices to mask, got {action}: leave it out"
             )
         return found
+
     shown = isinstance(observation, spaces.Dict) and ACTION_MASK in observation.spaces
-    if not shown and action_mask:
-        found = {path: _Mask(plain_key((ACTION_MASK, *map(str, path))), "options", None) for path in choices}
     if not shown:
+        if action_mask:
+            for choice in choices:
+                found[choice] = _Mask(plain_key((ACTION_MASK, *map(str, choice))), "options", None)
         return found
+
     for key, seen in space_leaves(observation[ACTION_MASK], (ACTION_MASK,), (ACTION_MASK,)):
         shape = part_of(observation, seen).shape
-        path: tuple[Any, ...] | None = leaves.get(as_tuple(key)[1:])
-        part = None if path is None else part_of(action, path)
-        counts = None if part is None else option_counts(part)
-        if counts is None or shape is None:
-            form = None
-        else:
-            form = mask_form(counts, shape)
+        path = leaves.get(as_tuple(key)[1:])
+        part = None
+        form = None
+        if path is not None:
+            part = part_of(action, path)
+            counts = option_counts(part)
+            if counts is not None and shape is not None:
+                form = mask_form(counts, shape)
+
         if path is not None and form is not None:
             found[path] = _Mask(key, form, shape)
         elif strict:
+            wanted = f"a part of {action}"
             if part is not None:
                 wanted = f"{part} (possible: {mask_shapes(part)})"
-            else:
-                wanted = f"a part of {action}"
             raise ValueError(
                 f"observation[{key!r}] must be a mask of {wanted}, got shape {shape}: give it such a shape, or pass "
                 "action_mask=False to make it an ordinary input, without effect on the actions"
@@ -573,16 +604,11 @@ def _spaces_of(env: SpacedEnv) -> tuple[Any, Any]:
     found: list[Any] = []
     for name in ("observation_space", "action_space"):
         space = getattr(env, f"single_{name}", None)
+        if space is None:
+            space = getattr(env, name, None)
         hint = "adapt it with flatroll.wrappers.as_vector_env"
-        found.append(
-            expect(
-                f"env.{name}",
-                getattr(env, name, None) if space is None else space,
-                spaces.Space,
-                "a gymnasium space",
-                hint=hint,
-            )
-        )
+        found.append(expect(f"env.{name}", space, spaces.Space, "a gymnasium space", hint=hint))
+
     batched = getattr(env, "observation_space", None)
     if getattr(env, "single_observation_space", None) is not None and isinstance(batched, spaces.Space):
         found[0] = widest_space(found[0], batched)  # the rows' bounds may differ
@@ -616,31 +642,46 @@ def _head_of(
     shape: tuple[int, ...] = space.shape or ()
     if 0 in shape:
         raise ValueError(f"{where} must have numbers to choose, got {space}: leave it out of the space")
+
     if isinstance(space, spaces.MultiBinary) and not combined:
         head = _linear(width, math.prod(shape), gain=0.01)
         return JointBernoulli, {"shape": shape}, head, ("logits",)
+
     if counts is not None:
-        head = _linear(width, math.prod(counts) if combined else sum(counts), gain=0.01)
-        start = torch.from_numpy(first_options(space))
+        kind: type = JointCategorical
+        size = sum(counts)
+        if combined:
+            kind = CombinedCategorical
+            size = math.prod(counts)
+        head = _linear(width, size, gain=0.01)
+
+        start: Any = torch.from_numpy(first_options(space))
         if isinstance(space, spaces.Discrete) and not bool(start.any()):
             return Categorical, {"validate_args": False}, head, ("logits",)
-        same = bool((start == start[0]).all())
-        kwargs: dict[str, Any] = {"nvec": counts, "shape": shape}
-        kwargs["start"] = int(start[0]) if same else start
-        return CombinedCategorical if combined else JointCategorical, kwargs, head, ("logits",)
+        if bool((start == start[0]).all()):
+            start = int(start[0])
+        return kind, {"nvec": counts, "shape": shape, "start": start}, head, ("logits",)
+
     if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
         bounded = _has_bounds(space)
         if squash and not bounded:
             raise ValueError(f"squash=True needs finite bounds, got {space}: leave squash out")
+        if squash is None:
+            squash = bounded
+
         spread = LocScale(width, tuple(space.shape), dependent=std == "dependent")
-        kwargs = {"event_dims": len(space.shape)}
-        if not (bounded if squash is None else squash):
+        kwargs: dict[str, Any] = {"event_dims": len(space.shape)}
+        if not squash:
             return Gaussian, kwargs, spread, ("loc", "scale")
+
         for end, bound in (("low", space.low), ("high", space.high)):
             # A Python number if all are equal: a tensor would be copied to the device at every call.
-            same = bool((bound == bound.flat[0]).all())
-            kwargs[end] = float(bound.flat[0]) if same else torch.from_numpy(bound.astype(np.float32))
+            if (bound == bound.flat[0]).all():
+                kwargs[end] = float(bound.flat[0])
+            else:
+                kwargs[end] = torch.from_numpy(bound.astype(np.float32))
         return SquashedGaussian, kwargs, spread, ("loc", "scale")
+
     raise ValueError(
         f"{where} must be a Discrete, MultiDiscrete, MultiBinary, a Box of floats or of integers with at most "
         f"{MOST_OPTIONS} values in all, or a Dict or Tuple of these, got {space}: {_WAY_OUT}"
@@ -670,9 +711,11 @@ class LocScale(nn.Module):
     def __init__(self, inputs: int, shape: tuple[int, ...], *, dependent: bool = False) -> None:
         super().__init__()
         size = math.prod(shape)
+        if dependent:
+            size *= 2
         self.shape = tuple(shape)
         self.dependent = dependent
-        self.linear = _linear(inputs, 2 * size if dependent else size, gain=0.01)
+        self.linear = _linear(inputs, size, gain=0.01)
         if not dependent:
             self.log_scale = nn.Parameter(torch.zeros(self.shape))
 
@@ -680,9 +723,11 @@ class LocScale(nn.Module):
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
         out: Tensor = self.linear(features)
         rows = features.shape[:-1]
+
         if not self.dependent:
             loc = out.reshape(*rows, *self.shape)
             return loc, self.log_scale.exp().expand_as(loc)
+
         loc, log_scale = (part.reshape(*rows, *self.shape) for part in out.chunk(2, -1))
         return loc, log_scale.clamp(-20.0, 2.0).exp()
 
@@ -743,6 +788,7 @@ def _trunk_of(
         raise ValueError(
             f"hidden must have at least one size, that of the memory, with recurrent={recurrent!r}, got ()"
         )
+
     given = {part.in_key: part for part in norms if isinstance(part, RunningNorm)}
     parts: list[Any] = []
     keys: list[Any] = []  # keys that the encoder reads
@@ -753,16 +799,16 @@ def _trunk_of(
         space: Any = part_of(observation, path)
         if 0 in (space.shape or ()):  # a Box of shape (0,) or (3, 0): it tells nothing
             continue
-        if (
-            norm
-            and isinstance(space, spaces.Box)
-            and np.issubdtype(space.dtype, np.floating)
-            and not _is_image(space)
-        ):
-            parts.append(given[key] if key in given else RunningNorm(key, shape=tuple(space.shape)))
-            key = parts[-1].out_key
+
+        is_floating = isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating)
+        if norm and is_floating and not _is_image(space):
+            if key not in given:
+                given[key] = RunningNorm(key, shape=tuple(space.shape))
+            parts.append(given[key])
+            key = given[key].out_key
         keys.append(key)
         seen.append(space)
+
     if not keys:
         raise ValueError(
             f"the observation must have an entry with numbers besides {ACTION_MASK!r}, got {observation}"
@@ -770,20 +816,28 @@ def _trunk_of(
     if action is not None:
         keys.append(ACTION)
         seen.append(action)
+
     features = prefix + FEATURES
-    size = widths.pop() if recurrent is not None else 0
-    body = Encoder(seen, widths, activation, cnn)
     if recurrent is None:
+        body = Encoder(seen, widths, activation, cnn)
         return _Trunk([*parts, TensorDictModule(body, keys, [features])], features, body.size)
+
+    size = widths.pop()
+    body = Encoder(seen, widths, activation, cnn)
     embedding = f"{prefix}_embedding"
     kind: Any = GRUModule if recurrent == "gru" else LSTMModule
-    names = [key if state is None else key.replace("recurrent_state", state) for key in kind.state_keys]
+    names = list(kind.state_keys)
+    begins = "stored"
+    if state is not None:
+        names = [key.replace("recurrent_state", state) for key in names]
+        begins = "zero"
+
     memory = kind(
         body.size,
         size,
         in_keys=[embedding, *names, IS_INIT],
         out_keys=[features, *map(next_key, names)],
-        state="stored" if state is None else "zero",
+        state=begins,
     )
     _orthogonal(memory.net, 1.0)
     return _Trunk([*parts, TensorDictModule(body, keys, [embedding]), memory], features, size)
@@ -821,6 +875,7 @@ class Encoder(nn.Module):
     ) -> None:
         super().__init__()
         self.entries = nn.ModuleList([_entry_of(space, cnn) for space in leaves])
+
         sizes = [sum(entry.size for entry in self.entries), *hidden]  # type: ignore[misc]
         layers: list[nn.Module] = []
         for inputs, outputs in pairwise(sizes):
@@ -831,21 +886,23 @@ class Encoder(nn.Module):
                     f"activation must be a class of modules such as torch.nn.ReLU, got {activation!r}"
                 )
             layers += [_linear(inputs, outputs, gain=math.sqrt(2.0)), between]
+
         self.layers = nn.Sequential(*layers)
         #: Number of features of the result.
         self.size: int = sizes[-1]
 
     @override
     def forward(self, *entries: Tensor) -> Tensor:
+        weight = None
         if len(self.layers):
             weight = getattr(self.layers[0], "weight", None)
-        else:
-            weight = None
         if not isinstance(weight, Tensor):
             weight = next(self.parameters(), None)  # iterates over all modules: many times slower
         dtype = torch.get_default_dtype() if weight is None else weight.dtype
+
         seen = [entry(column, dtype) for entry, column in zip(self.entries, entries, strict=True)]
-        features: Tensor = self.layers(seen[0] if len(seen) == 1 else torch.cat(seen, -1))
+        joined = seen[0] if len(seen) == 1 else torch.cat(seen, -1)
+        features: Tensor = self.layers(joined)
         return features
 
 
@@ -902,6 +959,7 @@ class OneHotEntry(nn.Module):
         self.counts = counts
         self.shape = np.shape(space.start)
         self.size = sum(counts)
+
         # Column of each choice's first option minus that option's number, so that option + start is its column.
         first = np.cumsum([0, *self.counts[:-1]]) - np.asarray(space.start, np.int64).reshape(-1)
         self.register_buffer("start", torch.from_numpy(first), persistent=False)
@@ -924,19 +982,26 @@ class ImageEntry(nn.Module):
         super().__init__()
         self.shape = tuple(shape)
         self.scaled = scaled
+
         # Channel dims: the first and last of [stack, H, W, C], none of [H, W], and of three dims the smaller
         # of first and last.
         self.last = len(shape) == 3 and shape[-1] < shape[0]
-        height, width = (
-            shape[1:3] if len(shape) == 4 else shape[:2] if self.last or len(shape) == 2 else shape[1:]
-        )
+        if len(shape) == 4:
+            height, width = shape[1:3]
+        elif self.last or len(shape) == 2:
+            height, width = shape[:2]
+        else:
+            height, width = shape[1:]
+
         channels = math.prod(shape) // (height * width)
         self.sides = height, width
         make = _small_cnn if cnn == "small" else _impala_cnn
         self.layers = make(channels, min(height, width))
+
         for layer in self.layers.modules():
             if isinstance(layer, nn.Conv2d):
                 _orthogonal(layer, math.sqrt(2.0))
+
         with torch.no_grad():
             self.size = self.layers(torch.zeros(1, channels, height, width)).numel()
 
@@ -947,7 +1012,9 @@ class ImageEntry(nn.Module):
         if len(self.shape) == 4 or self.last:
             x = x.movedim(-1, 1)
         x = x.reshape(len(x), -1, *self.sides).to(dtype)
-        out: Tensor = self.layers(x / 255.0 if self.scaled else x)
+        if self.scaled:
+            x = x / 255.0
+        out: Tensor = self.layers(x)
         return out.reshape(*rows, self.size)
 
     @override
@@ -962,6 +1029,7 @@ def _small_cnn(channels: int, side: int) -> nn.Sequential:
         sizes = [(channels, 32, 8, 4, 0), (32, 64, 4, 2, 0), (64, 64, 3, 1, 0)]
     else:
         sizes = [(channels, 16, 3, 1, 1), (16, 32, 3, 1, 1)]
+
     layers = [layer for size in sizes for layer in (nn.Conv2d(*size), nn.ReLU())]
     return nn.Sequential(*layers, nn.Flatten())
 

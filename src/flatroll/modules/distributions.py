@@ -65,6 +65,7 @@ class JointCategorical(Distribution):
                 f"logits must have shape [*B, {sum(nvec)}], a number for each option of nvec={nvec}, got "
                 f"{tuple(logits.shape)}"
             )
+
         _check_choices(nvec, shape, start)
         most = max(nvec)
         parts = logits.split_with_sizes(nvec, -1)
@@ -72,8 +73,11 @@ class JointCategorical(Distribution):
         lowest = torch.finfo(logits.dtype).min
         wide = [F.pad(part, (0, most - part.shape[-1]), value=lowest) for part in parts]
         self.choices = Categorical(logits=torch.stack(wide, -2), validate_args=False)  # [*B, choices, most]
+
         self.logits = logits
-        self._start = start if isinstance(start, int) else start.to(logits.device)
+        if not isinstance(start, int):
+            start = start.to(logits.device)
+        self._start = start
         super().__init__(logits.shape[:-1], torch.Size(shape), validate_args=False)
 
     @property
@@ -141,12 +145,15 @@ class CombinedCategorical(Distribution):
                 f"logits must have shape [*B, {math.prod(nvec)}], a number for each combination of nvec={nvec}, got "
                 f"{tuple(logits.shape)}"
             )
+
         shape = (len(nvec),) if shape is None else sizes("shape", shape)
         _check_choices(nvec, shape, start)
         self.combinations = Categorical(logits=logits, validate_args=False)
         self.logits = logits
         self._nvec = nvec
-        self._start = start if isinstance(start, int) else start.to(logits.device)
+        if not isinstance(start, int):
+            start = start.to(logits.device)
+        self._start = start
         super().__init__(logits.shape[:-1], torch.Size(shape), validate_args=False)
 
     @property
@@ -165,10 +172,12 @@ class CombinedCategorical(Distribution):
         """Log-probabilities ``[*B]`` of actions ``[*B, *shape]``."""
         rows = value.shape[: value.ndim - len(self.event_shape)]
         options = value.reshape(*rows, -1).long() - self._start
+
         # The number of a combination, the last choice varying fastest: ((o0 * n1) + o1) * n2 + o2.
         at = options[..., 0]
         for choice, count in enumerate(self._nvec[1:], 1):
             at = at * count + options[..., choice]
+
         combinations: Any = self.combinations
         log_prob: Tensor = combinations.log_prob(at)
         return log_prob
@@ -226,6 +235,7 @@ class JointBernoulli(Independent):  # type: ignore[type-arg]  # at run time it t
                 f"logits must have shape [*B, {math.prod(shape)}], a number for each flag of shape={tuple(shape)}, "
                 f"got {tuple(logits.shape)}"
             )
+
         flags = Bernoulli(logits=logits.reshape(*logits.shape[:-1], *shape), validate_args=False)
         super().__init__(flags, len(shape), validate_args=False)
 
@@ -273,9 +283,12 @@ class Gaussian(Independent):  # type: ignore[type-arg]
         """Draw actions, and their log-probabilities from the noise that made them, which loses no digits."""
         normal: Any = self.base_dist
         noise = _draw_noise(sample_shape, normal.loc)
+
         log_prob = -0.5 * noise.square() - normal.scale.log() - _HALF_LOG_2_PI
         axes = tuple(range(-self.reinterpreted_batch_ndims, 0))
-        return normal.loc + normal.scale * noise, log_prob.sum(axes) if axes else log_prob
+        if axes:
+            log_prob = log_prob.sum(axes)
+        return normal.loc + normal.scale * noise, log_prob
 
     @property
     def deterministic_sample(self) -> Tensor:
@@ -290,6 +303,7 @@ def _check_normal(loc: Tensor, scale: Tensor, event_dims: int) -> None:
     plain = floating and loc.layout is scale.layout is torch.strided
     if plain and type(event_dims) is int and 0 <= event_dims <= loc.ndim:
         return  # hot path: called for every action
+
     floating_tensor("loc", loc)
     floating_tensor("scale", scale, loc.device, "loc")
     if loc.shape != scale.shape:
@@ -299,6 +313,7 @@ def _check_normal(loc: Tensor, scale: Tensor, event_dims: int) -> None:
             raise ValueError(
                 f"scale must have the shape of loc, {tuple(loc.shape)}, got {tuple(scale.shape)}"
             ) from error
+
     whole_number("event_dims", event_dims, 0, max(loc.ndim, scale.ndim))
 
 
@@ -308,6 +323,7 @@ def _bound(name: str, end: Tensor | float, loc: Tensor, event_dims: int) -> Tens
         return end
     if not isinstance(end, Tensor):
         return float(number(name, end))
+
     dense_tensor(name, end)
     shape = loc.shape[loc.ndim - event_dims :]
     fits = end.ndim <= len(shape) and all(
@@ -327,15 +343,12 @@ def _draw(dist: Any, sample_shape: Any, **parameters: Tensor) -> Tensor:
         return cast(Tensor, dist.sample(shape))
     except RuntimeError as error:
         for name, column in parameters.items():
-            if name != "scale":
-                bad = ~column.isfinite()
-            else:
-                bad = ~(column.isfinite() & (column >= 0))
+            bad = ~column.isfinite()
+            wanted = "finite"
+            if name == "scale":
+                bad = bad | ~(column >= 0)
+                wanted = "finite and at least 0"
             if not column.is_meta and bool(bad.any()):
-                if name != "scale":
-                    wanted = "finite"
-                else:
-                    wanted = "finite and at least 0"
                 raise ValueError(
                     f"{name} must be {wanted}, but {int(bad.sum())} of {bad.numel()} numbers are not"
                 ) from error
@@ -401,17 +414,22 @@ class SquashedGaussian(TransformedDistribution):
         high = _bound("high", high, loc, event_dims)
         if isinstance(low, Tensor) or isinstance(high, Tensor):
             low, high = (torch.as_tensor(end, dtype=loc.dtype, device=loc.device) for end in (low, high))
+
         if loc.shape != scale.shape:
             loc, scale = torch.broadcast_tensors(loc, scale)  # type: ignore[no-untyped-call]
+
         self.loc = loc
         self.scale = scale
         self.low = low
         self.high = high
+
         # Halved before adding: the difference of the bounds may overflow.
         self._middle = high / 2 + low / 2
         self._half = high / 2 - low / 2
+
         dims = loc.ndim - event_dims
         self._event_axes = tuple(range(-event_dims, 0))
+
         # TransformedDistribution.__init__ would build and check transforms, which takes longer than drawing an action
         Distribution.__init__(self, loc.shape[:dims], loc.shape[dims:], validate_args=False)
 
@@ -437,11 +455,14 @@ class SquashedGaussian(TransformedDistribution):
     def from_base(self, base: Tensor) -> tuple[Tensor, Tensor]:
         """Return the actions made from normal numbers, and their log-probabilities ``[*B]``."""
         deviations = (base - self.loc) / self.scale
+
         half = self._half
+        log_half: Any = -math.inf
         if isinstance(half, Tensor):
-            log_half: Any = half.abs().log()
-        else:
-            log_half = math.log(abs(half)) if half else -math.inf
+            log_half = half.abs().log()
+        elif half:
+            log_half = math.log(abs(half))
+
         # log N(base) - log |tanh'(base)| - log half, where log tanh' is 2 (log 2 - base - softplus(-2 base))
         log_prob = (
             2.0 * (base + F.softplus(-2.0 * base))
@@ -449,8 +470,9 @@ class SquashedGaussian(TransformedDistribution):
             - self.scale.log()
             - (log_half + _HALF_LOG_2_PI + 2.0 * math.log(2.0))
         )
-        action = self._into_bounds(base)
-        return action, log_prob.sum(self._event_axes) if self._event_axes else log_prob
+        if self._event_axes:
+            log_prob = log_prob.sum(self._event_axes)
+        return self._into_bounds(base), log_prob
 
     def to_base(self, value: Tensor) -> Tensor:
         """Return the normal numbers of actions, as far as their precision allows; finite at the bounds."""

@@ -54,16 +54,16 @@ class LinearRecurrence(StatefulModule):
         first = torch.where(starts[:, None, None], stored[0], 0)
         # the scan runs backward in time: on flipped rows the first row of a run is its end
         ends = starts.flip(0)
+
         after: list[Tensor] = []
         for layer in range(self.num_layers):
             a, b = self.terms(layer, rows)
+
             # the first row of a run also adds a * h, with its stored state h
             from_first = torch.addcmul(b, a, first[:, layer])
-            # [1, H] is the same for all rows
+            turned = a  # [1, H] is the same for all rows
             if len(a) > 1:
                 turned = a.flip(0)
-            else:
-                turned = a
             after.append(segmented_scan(turned, from_first.flip(0), ends).flip(0))
             rows = self._next_layer_rows(layer, rows, after[-1])
         return rows, (torch.stack(after, 1),)
@@ -122,6 +122,7 @@ class MinGRUModule(LinearRecurrence):
     ) -> None:
         check_sizes(input_size, hidden_size, num_layers, bias, device=device, dtype=dtype)
         super().__init__(input_size, hidden_size, num_layers, dropout, **options)
+
         sizes = [input_size, *[hidden_size] * (num_layers - 1)]
         self.gates = nn.ModuleList(
             nn.Linear(size, 2 * hidden_size, bias=bias, device=device, dtype=dtype) for size in sizes
@@ -188,9 +189,11 @@ class LinearRecurrentModule(LinearRecurrence):
     ) -> None:
         check_sizes(input_size, hidden_size, num_layers, device=device, dtype=dtype)
         super().__init__(input_size, hidden_size, num_layers, dropout, **options)
+
         rising = isinstance(decay, Sequence) and len(decay) == 2 and all(isinstance(x, float) for x in decay)
         if not (rising and 0 < decay[0] <= decay[1] < 1):
             raise ValueError(f"decay must be two floats between 0 and 1 in ascending order, got {decay!r}")
+
         sizes = [input_size, *[hidden_size] * (num_layers - 1)]
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.inputs = nn.ModuleList(nn.Linear(size, hidden_size, bias=False, **place) for size in sizes)

@@ -102,11 +102,13 @@ class set_recurrent_mode:
             self._burn_in = whole_number("burn_in", burn_in, 0)
         if burn_in and not self._mode:
             raise ValueError(f"burn_in={burn_in} needs the recurrent mode, which has runs, got mode={mode!r}")
+
         self._outer: list[tuple[bool | None, int]] = []
 
     def __enter__(self) -> None:
         """Set the mode; the outer one is kept."""
         self._outer.append((_MODE.value, _MODE.burn_in))
+        # Together: an interrupt must not come between.
         _MODE.value, _MODE.burn_in = self._mode, self._burn_in
 
     def __exit__(
@@ -115,8 +117,11 @@ class set_recurrent_mode:
         """Restore the outer mode."""
         current = _MODE.value
         outer = self._outer.pop()
-        # another mode than the one entered: a different block is still open, so reset the mode
-        _MODE.value, _MODE.burn_in = outer if current is self._mode else (None, 0)
+        if current is not self._mode:
+            # Another mode than the one entered: a different block is still open, so reset the mode.
+            outer = (None, 0)
+        _MODE.value, _MODE.burn_in = outer
+
         if current is not self._mode and kind is None:
             raise RuntimeError(
                 f"a block of set_recurrent_mode({self._mode!r}) ended in mode {current!r}: it was held across "

@@ -55,6 +55,7 @@ class _OfOperators(nn.RNNBase):
                 f"{self.kind} runs forward in time over [B, T, input_size], got bidirectional={bidirectional}, "
                 f"batch_first={batch_first}: use torch.nn.{self.kind}"
             )
+
         check_sizes(input_size, hidden_size, num_layers, bias, dropout, device=device, dtype=dtype)
         sizes = (input_size, hidden_size, num_layers, bool(bias))
         super().__init__(self.kind, *sizes, batch_first=True, dropout=dropout, device=device, dtype=dtype)
@@ -63,23 +64,28 @@ class _OfOperators(nn.RNNBase):
         """Map rows ``[B, T, input_size]`` and first states (default zeros) to outputs and final states."""
         shaped = isinstance(rows, Tensor) and rows.ndim == 3 and rows.shape[2] == self.input_size
         if not shaped or not rows.shape[1]:
+            shown: object = type(rows).__name__
             if isinstance(rows, Tensor):
                 shown = tuple(rows.shape)
-            else:
-                shown = type(rows).__name__
             raise ValueError(f"input must have shape [B, T, {self.input_size}], T at least 1, got {shown}")
+
         batch, steps = rows.shape[:2]
         shape = (self.num_layers, batch, self.hidden_size)
-        if first is None:
-            states = (rows.new_zeros(shape),) * (2 if self.kind == "LSTM" else 1)
-        else:
+        if first is not None:
             states = first
+        elif self.kind == "LSTM":
+            states = (rows.new_zeros(shape),) * 2
+        else:
+            states = (rows.new_zeros(shape),)
+
         for state in states:
             if state.shape != shape:
                 raise ValueError(f"a state must have shape {shape}, got {tuple(state.shape)}")
+
         # packed order of runs of equal length is time-major: [T, B, in], with B rows per step
         by_step = rows.transpose(0, 1).reshape(batch * steps, self.input_size)
         out, after = run_layers(OPERATORS, self, by_step, states, torch.full((steps,), batch))
+
         # the last step's rows are the final states
         finals = tuple(torch.stack([layer[len(layer) - batch :] for layer in state]) for state in after)
         return out.view(steps, batch, self.hidden_size).transpose(0, 1), finals
@@ -109,7 +115,8 @@ class GRU(_OfOperators):
 
     def forward(self, input: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Map rows ``[B, T, input_size]`` and state ``[num_layers, B, H]`` (or zeros) to outputs and final state."""
-        out, (final,) = self._run(input, None if hx is None else (hx,))
+        first = None if hx is None else (hx,)
+        out, (final,) = self._run(input, first)
         return out, final
 
 
@@ -143,9 +150,8 @@ def with_weights_of(kind: type[Any], net: nn.RNNBase) -> nn.RNNBase:
     """Create a network of this class that shares its parameters with ``net``."""
     sizes = (net.input_size, net.hidden_size, net.num_layers, net.bias)
     options = {"dropout": net.dropout, "bidirectional": net.bidirectional}
-    sharing: nn.RNNBase = kind(
-        *sizes, batch_first=True, device="meta", **options
-    )  # "meta": allocates no memory
+    # "meta": allocates no memory.
+    sharing: nn.RNNBase = kind(*sizes, batch_first=True, device="meta", **options)
     for name, weight in net.named_parameters():
         setattr(sharing, name, weight)
     sharing.train(net.training)
@@ -157,6 +163,7 @@ def _reset(state: Tensor, is_init: Tensor | None) -> Tensor:
     """``state [B, H]`` with zeros where ``is_init`` (bool ``[B]`` or ``[B, 1]``) is True."""
     if is_init is None:
         return state
+
     if is_init.dtype is not torch.bool:
         raise TypeError(f"is_init must be bool, got {is_init.dtype}: cast it with .bool()")
     if is_init.shape == state.shape[:-1]:
@@ -195,7 +202,9 @@ class GRUCell(nn.GRUCell):
 
     def forward(self, input: Tensor, hx: Tensor | None = None, is_init: Tensor | None = None) -> Tensor:
         """Map rows ``[B, input_size]`` and state ``[B, hidden_size]`` to the next state."""
-        return super().forward(input, None if hx is None else _reset(hx, is_init))
+        if hx is not None:
+            hx = _reset(hx, is_init)
+        return super().forward(input, hx)
 
 
 class LSTMCell(nn.LSTMCell):
@@ -224,6 +233,6 @@ class LSTMCell(nn.LSTMCell):
         self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None, is_init: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Map rows ``[B, input_size]`` and states ``[B, hidden_size]`` (or zeros) to the next states."""
-        return super().forward(
-            input, None if hx is None else (_reset(hx[0], is_init), _reset(hx[1], is_init))
-        )
+        if hx is not None:
+            hx = (_reset(hx[0], is_init), _reset(hx[1], is_init))
+        return super().forward(input, hx)

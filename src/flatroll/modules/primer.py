@@ -46,6 +46,7 @@ class TensorDictPrimer:
         default_value: float | Mapping[NestedKey, float] = 0.0,
     ) -> None:
         expect("primers", primers, Mapping, "a dict of initial states by key")
+
         shaped = [key for key, value in primers.items() if not isinstance(value, Tensor)]
         if isinstance(default_value, Mapping):
             numbers = dict(default_value)
@@ -58,10 +59,12 @@ class TensorDictPrimer:
                 f"default_value must have a number for each of {shaped}, the primers that are not tensors, "
                 f"got {list(numbers)}"
             )
-        self.defaults: dict[NestedKey, Tensor] = {
-            key: _fill(key, value, numbers[key]) if key in numbers else value
-            for key, value in primers.items()
-        }
+
+        self.defaults: dict[NestedKey, Tensor] = {}
+        for key, value in primers.items():
+            if key in numbers:
+                value = _fill(key, value, numbers[key])
+            self.defaults[key] = value
 
     def __repr__(self) -> str:
         return f"TensorDictPrimer({ {key: tuple(value.shape) for key, value in self.defaults.items()} })"
@@ -86,6 +89,8 @@ def _fill(key: NestedKey, like: Any, number: float) -> Tensor:
     dtype = getattr(like, "dtype", None)
     if shape is None:
         raise TypeError(f"primers[{key!r}] must be a tensor, a space or a spec, got {type(like).__name__}")
-    if not isinstance(dtype, torch.dtype):  # a NumPy dtype, as spaces have; None means torch's default
-        dtype = None if dtype is None else getattr(torch, str(dtype))
+
+    # A NumPy dtype, as spaces have; None means torch's default.
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        dtype = getattr(torch, str(dtype))
     return torch.full(tuple(shape), number, dtype=dtype)

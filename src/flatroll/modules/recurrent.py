@@ -45,29 +45,31 @@ def _wrapped_network(
     """The network to wrap: the existing one, or a new one of these sizes."""
     flags(batch_first=sizes.batch_first, python_based=python_based)
     name = mode.lower()
-    (stock, of_operators) = NETWORKS[mode]
+    stock, of_operators = NETWORKS[mode]
     shown = f"got input_size={sizes.input_size}, hidden_size={sizes.hidden_size}"
-    if not (sizes.batch_first if network is None else getattr(network, "batch_first", True)):
-        raise ValueError(
-            f"batch_first must be True, got False: build {name} with batch_first=True"
-            + (
-                ""
-                if network is None
-                else f", or set {name}.batch_first = True, which leaves its weights as they are"
-            )
-        )
+    batch_first = sizes.batch_first
+    way_out = ""
+    if network is not None:
+        batch_first = getattr(network, "batch_first", True)
+        way_out = f", or set {name}.batch_first = True, which leaves its weights as they are"
+    if not batch_first:
+        raise ValueError(f"batch_first must be True, got False: build {name} with batch_first=True{way_out}")
+
     if network is None:
         if sizes.input_size is None or sizes.hidden_size is None:
             raise ValueError(f"input_size and hidden_size, or an existing {name}=, must be given, {shown}")
         options = sizes._asdict()
         check_sizes(**{name: x for name, x in options.items() if name != "batch_first"})
-        return (of_operators if python_based else stock)(**options)
+        kind = of_operators if python_based else stock
+        return kind(**options)
+
     if not isinstance(network, (stock, of_operators)):
         raise TypeError(f"{name} must be a torch.nn.{mode}, got {type(network).__name__}")
     if sizes.input_size is not None or sizes.hidden_size is not None:
         raise ValueError(f"{name} already has its sizes, leave out input_size and hidden_size: {shown}")
     if network.proj_size:
         raise ValueError(f"{name} must not project its output, got proj_size={network.proj_size}")
+
     if python_based and not isinstance(network, of_operators):
         return with_weights_of(of_operators, network)
     return network
@@ -103,14 +105,18 @@ class RecurrentModule(StatefulModule):
         one_of("recurrent_recompute", recurrent_recompute, ("none", "full"))
         net = _wrapped_network(self.kind, network, sizes, python_based)
         check_backend(recurrent_backend, net)
-        shape = (net.num_layers * (2 if net.bidirectional else 1), net.hidden_size)
-        super().__init__(shape, **options)
+        layers = net.num_layers
+        if net.bidirectional:
+            layers *= 2
+        super().__init__((layers, net.hidden_size), **options)
+
         self.input_size = net.input_size
         self.bidirectional = net.bidirectional
         self.recurrent_backend = recurrent_backend
         self.recurrent_recompute = recurrent_recompute
+
         # whether the output of each row is the full state after it
-        self._output_is_state = self.kind == "GRU" and shape[0] == 1
+        self._output_is_state = self.kind == "GRU" and layers == 1
         setattr(self, self.kind.lower(), net)
 
     @property
@@ -149,6 +155,7 @@ class RecurrentModule(StatefulModule):
                 "a bidirectional network cannot make single steps, because it reads later rows: use it under "
                 "set_recurrent_mode('recurrent')"
             )
+
         after: list[States] = []
         for layer, weights in enumerate(net.all_weights):
             if layer and net.dropout:
@@ -159,15 +166,22 @@ class RecurrentModule(StatefulModule):
             else:
                 after.append(torch.lstm_cell(rows, before, *weights))
             rows = after[-1][0]
+
         hidden, *cells = zip(*after, strict=True)
         # stacking copies: an in-place activation on the output must not change the state
-        stacked = torch.stack(hidden, 1)
-        return rows, (stacked, *(x[0].unsqueeze(1) if len(x) == 1 else torch.stack(x, 1) for x in cells))
+        stacked = [torch.stack(hidden, 1)]
+        for cell in cells:
+            if len(cell) == 1:
+                stacked.append(cell[0].unsqueeze(1))
+            else:
+                stacked.append(torch.stack(cell, 1))
+        return rows, tuple(stacked)
 
     @override
     def over_runs(self, rows: Tensor, stored: States, starts: Tensor) -> tuple[Tensor, States]:
         if self.recurrent_recompute == "none" or not torch.is_grad_enabled():
             return self._over_runs(rows, stored, starts)
+
         # saves only the inputs and reruns the recurrence in the backward pass, with the same dropout
         result: tuple[Tensor, States] = checkpoint(self._over_runs, rows, stored, starts, use_reentrant=False)
         return result
@@ -178,15 +192,18 @@ class RecurrentModule(StatefulModule):
             out, after = compute_rows(self.net, rows, stored, starts)
             if self._output_is_state:
                 return out, (out.clone(),)
+
             # a row is the last of its run if the next row is a start
             last = torch.cat([starts[1:], torch.ones_like(starts[:1])])[:, None, None]
             return out, tuple(torch.where(last, state, 0) for state in after)
+
         index = run_index(starts)
         # the states of first rows, from [N, layers, H] to [layers, runs, H] in rank order
         first = tuple(state.index_select(0, index.first).transpose(0, 1) for state in stored)
         one_way_scan = self.recurrent_backend in ("auto", "scan") and not self.bidirectional
         few_and_long = one_way_scan and few_long_runs(self.net, rows, first, index)
         backend = dense_gru if few_and_long else BACKENDS[self.recurrent_backend]
+
         out, finals = backend(self.net, rows, first, index)
         if self._output_is_state:
             # clone, so that an in-place activation on the output does not change the state
@@ -352,6 +369,7 @@ class LSTMModule(RecurrentModule):
         wide = len(rows) >= STOCK_ROWS and rows.device.type == "cpu" and not torch.compiler.is_compiling()
         if not wide or self.lstm.bidirectional or not isinstance(self.lstm, nn.LSTM):
             return super().step(rows, states)
+
         out, after = call(self.lstm, rows.unsqueeze(1), tuple(state.transpose(0, 1) for state in states))
         # clone, so that an in-place activation on the output does not change the state
         return out.squeeze(1).clone(), tuple(state.transpose(0, 1) for state in after)

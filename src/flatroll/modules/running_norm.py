@@ -85,11 +85,15 @@ class RunningNorm(TensorDictModuleBase):
         super().__init__()
         need_keys(in_key=in_key)
         need_keys(optional=True, out_key=out_key)
+
         *folders, name = as_tuple(in_key)
+        if out_key is None:
+            out_key = plain_key((*folders, f"{name}_norm"))
         self.in_key: NestedKey = plain_key(as_tuple(in_key))
-        self.out_key: NestedKey = plain_key((*folders, f"{name}_norm")) if out_key is None else out_key
+        self.out_key: NestedKey = out_key
         self.in_keys: list[Any] = [self.in_key]
         self.out_keys: list[Any] = [self.out_key]
+
         self.shape = torch.Size(sizes("shape", shape))
         if clip is None:
             self.clip = None
@@ -110,7 +114,8 @@ class RunningNorm(TensorDictModuleBase):
     ) -> TensorDictBase:
         """Write the normalised entry into the batch ``[*B]``; return it."""
         x = get_entry(tensordict, self.in_key)
-        x = require(tensordict, self.in_key) if x is None else x
+        if x is None:
+            x = require(tensordict, self.in_key)
         self._check_shape(self.in_key, x)
         if x.is_floating_point():
             moments = self.statistics
@@ -145,30 +150,42 @@ class RunningNorm(TensorDictModuleBase):
         self._check_shape(key, column, batch.batch_size)
         if not (self.training and column.is_floating_point()):
             return
+
         rows = column.reshape(batch.batch_size.numel(), *self.shape)
-        flags = (optional_marker(batch, name) for name in (MASK, NEXT_KNOWN, IS_INIT))
-        real, known, is_init = (None if flag is None else flag.reshape(-1) for flag in flags)
+        markers = []
+        for name in (MASK, NEXT_KNOWN, IS_INIT):
+            flag = optional_marker(batch, name)
+            if flag is not None:
+                flag = flag.reshape(-1)
+            markers.append(flag)
+        real, known, is_init = markers
+
         if batch.get(NEXT, None) is None:
             self.statistics.add((f"batch[{key!r}]", rows, real))
             return
+
         ends = run_ends(batch)
         # Count every next observation, and the first observation of every episode. Per row: the observation
         # of each row, except the first of a run that continues an earlier window (it was that window's last
         # next observation), plus the next observation at the end of each run.
-        if is_init is None:
-            counted = None
-        else:
+        counted = None
+        if is_init is not None:
             counted = is_init | ~starts_from(ends).reshape(-1)
+
         following, follows = self._next_observations(batch, rows, ends.reshape(-1), final)
         if real is not None:
             counted = real if counted is None else counted & real
-            follows = None if follows is None else follows & real
+            if follows is not None:
+                follows = follows & real
+
         if known is not None and follows is not None:
             follows = follows & known
+
         if follows is not None and follows.is_cpu and not torch.compiler.is_compiling():
             # only few; on a device their number is unknown
             following = following[follows]
             follows = None
+
         self.statistics.add(
             (f"batch[{key!r}]", rows, counted),
             (f"the next observations, {next_key(key)!r},", following, follows),
@@ -194,6 +211,7 @@ class RunningNorm(TensorDictModuleBase):
         """Warn once if networks are trained but the statistics are never updated, except for the first batches."""
         if not (self.training and torch.is_grad_enabled()):
             return
+
         moments.unlearned -= 1
         if not moments.unlearned:
             if self.clip is None:
@@ -219,6 +237,7 @@ class RunningNorm(TensorDictModuleBase):
                 if rows.is_cpu and not torch.compiler.is_compiling():  # depends on row numbers
                     check_final(given, {key: rows}, len(rows))
                 return given.next[key], None
+
         column: Tensor | None = batch.get(next_key(key), None)
         if column is None:
             delta: Tensor | None = batch.get((*DELTA, *as_tuple(key)), None)
@@ -228,6 +247,7 @@ class RunningNorm(TensorDictModuleBase):
                     "update(batch, final=collector.final), which came with a compact batch"
                 )
             column = decode_delta(batch.get(key), delta)
+
         self._check_shape(next_key(key), column, batch.batch_size)
         return column.reshape(rows.shape), ends
 
@@ -269,6 +289,7 @@ def update_norms(network: nn.Module, batch: TensorDictBase, *, final: TensorDict
     for part in network.modules():
         if isinstance(part, RunningNorm):
             norms.setdefault(id(part.statistics), part)
+
     before = [copy.deepcopy(norm.statistics.state_dict()) for norm in norms.values()]
     try:
         for norm in norms.values():

@@ -62,7 +62,12 @@ def _key_list(
     if isinstance(keys, str):
         raise TypeError(f"{name}s must be a list of keys, got the string {keys!r}: pass {name}={keys!r}")
     need_keys(optional=True, **{name: key})
-    chosen = [plain_key(k) for k in (key_names(f"{name}s", keys) if key is None else (key, *states))]
+
+    if key is None:
+        keys = key_names(f"{name}s", keys)
+    else:
+        keys = (key, *states)
+    chosen = [plain_key(k) for k in keys]
     if len(set(chosen)) < len(chosen):
         raise ValueError(f"{name}s must be different keys, got {chosen}: one entry cannot hold two things")
     return chosen
@@ -106,6 +111,7 @@ class StatefulModule(TensorDictModuleBase):
             raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}")
         one_of("state", state, ("stored", "zero"))
         need_keys(done_key=done_key, traj_key=traj_key)
+
         states = self.state_keys
         read = _key_list("in_key", in_key, in_keys, states)
         written = _key_list("out_key", out_key, out_keys, [next_key(key) for key in states])
@@ -115,13 +121,16 @@ class StatefulModule(TensorDictModuleBase):
             raise ValueError(f"in_keys must be [input, {', '.join(states)}] or these and is_init, got {read}")
         if len(written) != 1 + len(states):
             raise ValueError(f"out_keys must be [output, next {', next '.join(states)}], got {written}")
+
         # tensordict annotates its keys as tuples of length one
         self.in_keys = read  # pyright: ignore[reportAttributeAccessIssue]
         self.out_keys = written  # pyright: ignore[reportAttributeAccessIssue]
         self._input_key, *self._state_in, self._init_key = read
         self._output_key, *self._state_out = written
+
         self._done_key = done_key
         self._traj_key = traj_key
+
         self.default_recurrent_mode = bool(named_mode("default_recurrent_mode", default_recurrent_mode))
         self.state = state
         self._state_shape = state_shape
@@ -148,6 +157,7 @@ class StatefulModule(TensorDictModuleBase):
         """Call ``compute(rows, states, *more)``, with autocast off if it would affect only a part of it."""
         if not self.autocast_in_part or rows.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
             return compute(rows, states, *more)
+
         dtype = self.weight.dtype
         with torch.autocast("cpu", enabled=False):
             return compute(rows.to(dtype), tuple(state.to(dtype) for state in states), *more)
@@ -178,6 +188,7 @@ class StatefulModule(TensorDictModuleBase):
         else:
             compute = self._forward_steps
         out, after = compute(tensordict)
+
         tensordict.set(self._output_key, out.reshape(*tensordict.batch_size, out.shape[-1]))
         for key, state in zip(self._state_out, after, strict=True):
             tensordict.set(key, state.reshape(*tensordict.batch_size, *self._state_shape))
@@ -195,6 +206,7 @@ class StatefulModule(TensorDictModuleBase):
                     "a state must be written under ('next', <its in_key>) to be carried to the next step: "
                     f"in_key {key!r} needs out_key {next_key(key)!r}, got {out!r}"
                 )
+
         zeros = self.weight.detach().new_zeros(self._state_shape)
         return TensorDictPrimer(dict.fromkeys(self._state_in, zeros))
 
@@ -221,6 +233,7 @@ class StatefulModule(TensorDictModuleBase):
             )
         else:
             state = self.weight.new_zeros(*batch.batch_size, *self._state_shape)
+
         batch.set(key, state)
         return state
 
@@ -231,9 +244,11 @@ class StatefulModule(TensorDictModuleBase):
             return
         if torch.compiler.is_compiling() or has_state.device.type != "cpu":
             return
+
         lost = starts.cpu() & ~marker(batch, HAS_STATE)
         if batch.get(MASK, None) is not None:
             lost &= marker(batch, MASK)  # padding starts its own runs
+
         if bool(lost.any()):
             raise ValueError(
                 f"{int(lost.sum())} of the runs begin at rows that do not store their state ({HAS_STATE!r} is False "
@@ -248,19 +263,23 @@ class StatefulModule(TensorDictModuleBase):
         )
         if not starts.numel():
             raise ValueError(f"batch must have at least one row, got batch size {list(batch.batch_size)}")
+
         rows = self._input_rows(batch)
         self._refuse_thinned_states(batch, starts)
         if starts.is_cpu and not is_tracing():  # on a device the values are not ready yet
             self._check_order(batch, starts)
+
         stored = tuple(
             self._stored_state(batch, key).reshape(-1, *self._state_shape) for key in self._state_in
         )
+
         burn_in = burn_in_rows()
         if burn_in and self.bidirectional:
             raise ValueError(
                 "a bidirectional network reads later rows, so no row can serve only as burn-in: "
                 f"burn_in={burn_in} needs a unidirectional network"
             )
+
         over_runs = partial(self.in_weight_precision, self.over_runs)
         return run_with_burn_in(over_runs, rows, stored, starts.flatten(), burn_in)
 
@@ -269,6 +288,7 @@ class StatefulModule(TensorDictModuleBase):
         self._calls += 1
         if self._calls > _FIRST_CALLS and self._calls % _EVERY:
             return
+
         entry = batch.get(OBSERVATION, None)
         observed: list[NestedKey] = [OBSERVATION]
         if isinstance(entry, TensorDictBase):
@@ -286,6 +306,7 @@ class StatefulModule(TensorDictModuleBase):
     def _stored_state(self, batch: TensorDictBase, key: NestedKey) -> Tensor:
         if self.state == "zero":
             return self.weight.new_zeros(()).expand(*batch.batch_size, *self._state_shape)
+
         stored = batch.get(key, None)
         if stored is None:
             raise KeyError(
@@ -300,18 +321,17 @@ class StatefulModule(TensorDictModuleBase):
         """Refuse a column that is not ``[*B, *tail]`` in the dtype of the weights."""
         expected = (*batch.batch_size, *tail)
         if value.shape != expected:
+            meaning = "num_layers x hidden_size = {} x {}"
             if len(tail) == 1:
                 meaning = "input_size={}"
-            else:
-                meaning = "num_layers x hidden_size = {} x {}"
             shown = f"{expected} ({meaning.format(*tail)})"
             raise ValueError(f"batch[{key!r}] must have shape {shown}, got {tuple(value.shape)}")
+
         dtype = self.weight.dtype
         if value.dtype != dtype and not torch.is_autocast_enabled(value.device.type):
+            or_module = ""
             if value.is_floating_point():
                 or_module = f", or the module (module.to({value.dtype}))"
-            else:
-                or_module = ""
             raise TypeError(
                 f"batch[{key!r}] must be {dtype} like the weights, got {value.dtype}: cast it{or_module}"
             )
@@ -338,19 +358,23 @@ def run_with_burn_in(
     """
     if not burn_in or not torch.is_grad_enabled():
         return over_runs(rows, stored, starts)
+
     # head: the rows to burn in; entry: the first row after them, which takes over the state
     step = steps_into_run(starts)
     head = step < burn_in
     entry = step == burn_in
     if torch.compiler.is_compiling():
         return _run_fixed_shapes(over_runs, rows, stored, starts | entry, head, entry)
+
     # indices of the rows of both parts; each part is a flat batch of shorter runs
     first, rest = (flag.nonzero().squeeze(1) for flag in (head, ~head))
     with torch.no_grad():
         part = tuple(state.index_select(0, first) for state in stored)
         head_out, head_after = over_runs(rows.index_select(0, first), part, starts.index_select(0, first))
+
     if not len(rest):
         return head_out, head_after
+
     # positions of the entry rows in the rest, and of the rows before them in the head
     entered = entry.index_select(0, rest)
     at = entered.nonzero().squeeze(1)
@@ -375,6 +399,7 @@ def _run_fixed_shapes(
     """The same by two passes over all rows: no shape depends on where runs begin."""
     with torch.no_grad():
         _, warm = over_runs(rows, stored, starts)
+
     # the first row after burn-in starts from the state after the previous row
     entered = tuple(
         torch.where(entry[:, None, None], after.roll(1, 0).to(state.dtype).view_as(state), state.detach())

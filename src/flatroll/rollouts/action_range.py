@@ -50,11 +50,16 @@ class ActionRange:
         """Check the actions of a batch."""
         for key, limits in list(self._limits):
             actions: Tensor = batch.get(key)
-            problem = limits.problem(self._copy_extrema(key, actions) if self._later else actions.numpy())
+            if self._later:
+                values = self._copy_extrema(key, actions)
+            else:
+                values = actions.numpy()
+            problem = limits.problem(values)
             if problem is None:
                 continue
             if not isinstance(limits.space, spaces.Box):
                 raise ValueError(problem)
+
             self._limits.remove((key, limits))
             warnings.warn(
                 f"{problem}: the env received them unchanged. Put gymnasium.wrappers.ClipAction or "
@@ -68,14 +73,17 @@ class ActionRange:
         if key not in self._ends:
             here = torch.empty(ends.shape, dtype=ends.dtype, pin_memory=actions.is_cuda)
             limits = next(limits for own, limits in self._limits if own == key)
+
             # The values until the first copy has finished.
             for end, limit in zip(here, (limits.low, limits.high), strict=True):
                 end.copy_(torch.from_numpy(np.array(limit)))
             self._ends[key] = ends, here
             ends = ends.clone()
+
         there, here = self._ends[key]
         came = here.numpy().copy()
         torch.minimum(there[0], ends[0], out=there[0])
         torch.maximum(there[1], ends[1], out=there[1])
         here.copy_(there, non_blocking=True)
+
         return came

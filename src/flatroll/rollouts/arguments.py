@@ -29,6 +29,7 @@ def check_counts(**counts: int | None) -> None:
     for name, count in counts.items():
         if count is None and name in optional:
             continue
+
         count = _integer(name, count)
         if name == "total_frames":
             if count == 0 or count < -1:
@@ -36,9 +37,11 @@ def check_counts(**counts: int | None) -> None:
         elif count < (least := 0 if name == "init_random_frames" else 1):
             otherwise = " or None" if name in optional else ""
             raise ValueError(f"{name} must be at least {least}{otherwise}, got {count}")
+
     total = counts["total_frames"]
     frames = counts["frames_per_batch"]
     assert total is not None and frames is not None
+
     if total > 0 and total % frames:
         whole = -(-total // frames) * frames  # rounded up to whole batches
         warnings.warn(
@@ -54,6 +57,7 @@ def _integer(name: str, value: object) -> int:
             return index(value)
     except (TypeError, RuntimeError):  # a tensor of several numbers has __index__, too
         pass
+
     raise TypeError(f"{name} must be an integer, got {shown(value)}")
 
 
@@ -95,11 +99,17 @@ def make_devices(
             f"env_device={str(env_device)!r}, but the env's arrays are on {env}: move the env, "
             "or wrap it with as_vector_env(env, framework='torch', device=...)"
         )
+
     policy = where["policy_device"] or where["device"]
     storing = where["storing_device"] or where["device"]
+    if policy == env:
+        own_policy = None
+    else:
+        own_policy = policy
+
     return Devices(
         env=env,
-        policy=None if policy == env else policy,
+        policy=own_policy,
         storing=storing,
         blocking=not no_cuda_sync,
     )
@@ -135,6 +145,7 @@ def check_together(ids: bool, trajs: int | None, split: bool, to_buffer: bool, i
             "samplers find the "
             "trajectories in them. Leave split_trajs out"
         )
+
     if split:
         warnings.warn(
             "split_trajs=True pads every trajectory to the longest of the batch and cuts them at its end; "
@@ -180,13 +191,16 @@ def make_env(
             f"create_env_fn must be one env or one function that makes it, got a list of {len(env)}: make one "
             f"gymnasium.vector.SyncVectorEnv of them, or step parts of one pool in turn with splits={len(env)}"
         )
+
     if isinstance(env, type) or not (hasattr(env, "step") and hasattr(env, "reset")):
         if not callable(env):
             raise TypeError(f"create_env_fn must be an env or a function that makes one, got {env!r}")
+
         env = env()
         made = True
         if hasattr(env, "close"):
             undo.callback(env.close)
+
     if obs_dtype is not None:
         env = adapt_env(env, dtype=obs_dtype)
     if device is not None and torch_device("env_device", device).type != "cpu":
@@ -194,6 +208,7 @@ def make_env(
         stream = find_stream(env)
         if stream is not None and stream.capabilities.framework == "numpy":
             stream.move(usable_device("env_device", device))
+
     if max_steps is None:
         return env, made
     if find_wrapper(env, StepCounter) is not None:
@@ -209,6 +224,7 @@ def usable_device(name: str, device: torch.device | str) -> torch.device:
     wanted = torch_device(name, device)
     if wanted.type == "meta":
         raise ValueError(f"{name}='meta' cannot be used here: tensors on it have no values")
+
     try:
         return torch.empty(0, device=wanted).device
     except (AssertionError, RuntimeError) as error:  # torch was not compiled for it; no such device
@@ -230,12 +246,14 @@ def make_envs(
     if splits == 1:
         env, made = make_env(create_env_fn, obs_dtype, device, max_steps, undo)
         return [env], None, made
+
     moves = None
     if isinstance(create_env_fn, (list, tuple)):
         if len(create_env_fn) != splits:
             raise ValueError(
                 f"splits={splits} needs a list of {splits} envs or functions, got a list of {len(create_env_fn)}"
             )
+
         envs = [make_env(one, obs_dtype, device, max_steps, undo) for one in create_env_fn]
         made = all(made for _, made in envs)
         if any(made for _, made in envs) != made:
@@ -252,4 +270,5 @@ def make_envs(
             raise ValueError(f"splits={splits} needs at least {splits} envs, got {whole.num_envs}")
         moves = moves_of(whole)
         envs = [make_env(part, obs_dtype, device, max_steps, undo) for part in split_async(whole, splits)]
+
     return [env for env, _ in envs], moves, made

@@ -59,27 +59,37 @@ class ColumnKeys:
         # The key and tree path of each observation entry and each part of the action.
         self.obs, self.obs_paths = zip(*observation_leaves(env.single_observation_space), strict=True)
         self.actions, self.action_paths = zip(*space_leaves(env.single_action_space, (ACTION,)), strict=True)
+
         # The key and info name of markers that describe a row's observation ...
         self.roots: list[NestedKey] = [m.key for m in markers if not m.describes_step]
         self.root_names = [m.info_name for m in markers if not m.describes_step]
+
         # ... and of markers that describe the step.
         self.nexts: list[NestedKey] = [next_key(m.key) for m in markers if m.describes_step]
         self.next_names = [m.info_name for m in markers if m.describes_step]
+
         # Step counters: ("next", key) is one more.
         self.counts = [m.key for m in markers if isinstance(m, StepCounter)]
         self.traj: NestedKey = next((m.key for m in markers if isinstance(m, TrajId)), TRAJ_IDS)
         self.init: NestedKey = next((m.key for m in markers if isinstance(m, InitTracker)), IS_INIT)
         self.has_ids = any(isinstance(m, TrajId) for m in markers)
         self.returns = next((next_key(m.key) for m in markers if isinstance(m, RewardSum)), None)
+
         # Columns that are always float32, even if a wrapper changes their dtype.
         self.float32: set[NestedKey] = {REWARD} if self.returns is None else {REWARD, self.returns}
         # Observations whose next one is stored as a difference, and the differences' dtype.
         delta = find_wrapper(env, ObservationDelta)
         self.deltas: Sequence[NestedKey] = () if delta is None else delta.keys
-        self.delta_dtype = torch.float16 if delta is None else delta.delta_dtype
+
+        if delta is None:
+            self.delta_dtype = torch.float16
+        else:
+            self.delta_dtype = delta.delta_dtype
+
         self.infos = tuple(info_keys)
         self.states: list[NestedKey] = []  # recurrent states of the policy, known once it is set
         self.strided = False  # whether only the rows marked by ("collector", "has_state") store them
+
         # Columns of shape [N, 1] if they hold one number per row.
         self.trailing: set[NestedKey] = {REWARD, TERMINATED, TRUNCATED, *self.nexts, *self.roots} - {
             self.traj
@@ -88,19 +98,23 @@ class ColumnKeys:
         self._writers: dict[tuple[str, ...], str] = {}
         self.claim("the collector", REWARD, TERMINATED, TRUNCATED, DONE, NEXT_KNOWN, DEAD)
         stream = find_stream(env)
+
         # Columns with the agent, game and game step of each row, if rows are agents.
         self.agents = (
             (AGENT, GAME, GAME_STEP, NUM_AGENTS)
             if stream is not None and stream.source.agents is not None
             else ()
         )
+
         self.claim("the env's agents", *self.agents)
         self.claim("the policy's action", *self.actions)
         self.claim("the observation", *self.obs, *(self.next_of[key] for key in self.obs))
+
         for marker in markers:
             key = next_key(marker.key) if marker.describes_step else marker.key
             counted = (next_key(key),) if isinstance(marker, StepCounter) else ()
             self.claim(type(marker).__name__, key, *counted)
+
         if delta is not None:
             self.claim("NextObservationDelta", DELTA)
         for name in self.infos:
@@ -115,6 +129,7 @@ class ColumnKeys:
                         f"two parts write the same column: {owner} writes {plain_key(other)!r}, {writer} writes "
                         f"{plain_key(key)!r}. Rename one: the marker wrappers take a key argument, policies out_keys"
                     )
+
         self._writers.update((as_tuple(key), writer) for key in keys)
 
 
@@ -142,6 +157,7 @@ def spec_of_columns(keys: ColumnKeys, env: VectorEnv[Any, Any, Any], compact: bo
     rows: list[tuple[Any, TensorSpec]] = []  # key, spec of one row
     stream = find_stream(env)
     unknown = stream is not None and stream.hides_final_obs  # its hidden last observations are filled in
+
     for key, path in zip(keys.obs, keys.obs_paths, strict=True):
         spec = as_spec(part_of(env.single_observation_space, path))
         rows.append((key, spec))
@@ -149,6 +165,7 @@ def spec_of_columns(keys: ColumnKeys, env: VectorEnv[Any, Any, Any], compact: bo
             rows.append(((*DELTA, *as_tuple(key)), Unbounded(spec.shape, dtype=keys.delta_dtype)))
         elif not compact and not unknown:
             rows.append((next_key(key), spec))
+
     for key, path in zip(keys.actions, keys.action_paths, strict=True):
         rows.append((key, as_spec(part_of(env.single_action_space, path))))
     flag = Categorical(2, (1,), dtype=torch.bool)

@@ -167,7 +167,9 @@ def evaluate(
         one_of("film", film, ("best", "worst", "first"))
     if seed is not None:
         seed = seed_number("seed", seed)
+
     exploration = exploration_of(exploration_type)
+
     with ExitStack() as undo:
         made, is_own = make_env(env, obs_dtype, None, max_steps, undo)
         if not is_own:
@@ -176,9 +178,11 @@ def evaluate(
         marked = _columns_of_markers(made, names)
         runner = lead_pool(Runner(made, info_keys=[name for name in names if name not in marked]))
         devices = make_devices(runner.device, policy_device=policy_device)
+
         # Only random actions need a seed: without one their generator would draw it from torch's global one.
         random_seed = seed if policy is None else 0
         runner.start(policy, _STEPS_BETWEEN_LOOKS, devices=devices, exploration=exploration, seed=random_seed)
+
         # Env e plays (episodes + e) // E episodes, as in SB3.
         goal = (episodes + np.arange(runner.num_envs)) // runner.num_envs
         play = _Play(runner, goal, names, marked, film)
@@ -206,11 +210,13 @@ def _columns_of_markers(env: object, names: Sequence[NestedKey]) -> dict[NestedK
     for marker in layers(env):
         if not isinstance(marker, MarkerWrapper) or not marker.is_column:
             continue
+
         for name in names:
             if as_tuple(name) in (as_tuple(marker.key), (marker.info_name,)):
                 key = next_key(marker.key) if marker.describes_step else marker.key
                 # A counter's column is the number before the step.
                 found[name] = _MarkerColumn(key, more=int(isinstance(marker, StepCounter)))
+
     return found
 
 
@@ -231,9 +237,11 @@ class _Play:
         self._names = tuple(names)
         self._marked = marked
         self._count = np.zeros_like(goal)  # episodes played so far in each env
+
         # of the running episodes
         self._return = np.zeros(len(goal))
         self._length = np.zeros_like(goal)
+
         # Finished episodes (env, index within the env, return, length), and their info entries.
         self._episodes: list[tuple[int, int, float, int]] = []
         self._infos: list[dict[NestedKey, Tensor]] = []
@@ -248,8 +256,13 @@ class _Play:
         if self._choice is not None:
             self._frames = [[frame] for frame in self._render()]
         looks_each = isinstance(runner, PoolRunner) or runner.device.type == "cpu" or self._choice is not None
+
         while (self._count < self._goal).any():
-            for _ in range(1 if looks_each else _STEPS_BETWEEN_LOOKS):
+            if looks_each:
+                steps = 1
+            else:
+                steps = _STEPS_BETWEEN_LOOKS
+            for _ in range(steps):
                 runner.step()
             self._look()
 
@@ -264,18 +277,21 @@ class _Play:
             for key in (REWARD, TERMINATED, TRUNCATED)
         )
         frames = None if self._choice is None else self._render()
+
         for step, steps_of_envs in enumerate(valid):
             self._return += np.where(steps_of_envs, rewards[step], 0.0)
             self._length += steps_of_envs
             ends = steps_of_envs & (terminated[step] | truncated[step])
             if frames is not None:
                 self._film_frames(frames, steps_of_envs, ends)
+
             for env in np.flatnonzero(ends).tolist():
                 if self._count[env] < self._goal[env]:
                     self._finish(env, step)
                 self._return[env] = self._length[env] = 0
                 if frames is not None:  # an env that reset in this step has rendered its new episode
                     self._frames[env] = [frames[env]] if window.same_step else []
+
         window.restart(self._runner.num_envs)
 
     def _finish(self, env: int, step: int) -> None:
@@ -284,15 +300,18 @@ class _Play:
         total = float(self._return[env])
         self._episodes.append((env, int(self._count[env]), total, int(self._length[env])))
         self._count[env] += 1
+
         info: dict[NestedKey, Tensor] = {}
         for name in self._names:
             at = self._marked.get(name, _MarkerColumn(next_key(name), more=0))
             if at.key in columns:
                 value = to_torch(columns[at.key][step, env])
                 info[name] = value + at.more if at.more else value.clone()
+
         self._infos.append(info)
         if self._choice is None:
             return
+
         better = self._filmed is None
         if self._filmed is not None:
             filmed_env, filmed = self._filmed
@@ -301,6 +320,7 @@ class _Play:
                 "worst": total < filmed,
                 "first": env < filmed_env,
             }[self._choice]
+
         if better:
             self._filmed, self._film = (env, total), self._frames[env]
 
@@ -318,6 +338,7 @@ class _Play:
             frames: list[Any] = list(self._runner.env.render() or ())
         except NotImplementedError:
             frames = []
+
         if len(frames) != self._runner.num_envs or any(np.ndim(frame) != 3 for frame in frames):
             raise ValueError(
                 f"film={self._choice!r} needs an env that renders one picture [H, W, C] for each sub-env: make it "
@@ -329,6 +350,7 @@ class _Play:
         """Return the result, ordered by env."""
         order = sorted(range(len(self._episodes)), key=lambda i: self._episodes[i][:2])
         envs, _, returns, lengths = zip(*(self._episodes[i] for i in order), strict=True)
+
         infos: dict[NestedKey, Tensor] = {}
         for name in self._names:
             like = next((info[name] for info in self._infos if name in info), None)
@@ -338,7 +360,12 @@ class _Play:
                     "that the env reports"
                 )
             infos[name] = torch.stack([self._infos[i].get(name, torch.zeros_like(like)) for i in order])
-        film = torch.from_numpy(np.stack(self._film)) if self._film else None
+
+        if self._film:
+            film = torch.from_numpy(np.stack(self._film))
+        else:
+            film = None
+
         return Evaluation(
             torch.tensor(returns, dtype=torch.float64),
             torch.tensor(lengths),
@@ -352,11 +379,15 @@ class _Play:
 @contextmanager
 def _freeze(env: object, policy: object) -> Iterator[None]:
     """Context manager: modules in eval mode, running statistics of wrappers frozen."""
-    modules = list(policy.modules()) if isinstance(policy, nn.Module) else []
+    if isinstance(policy, nn.Module):
+        modules = list(policy.modules())
+    else:
+        modules = []
     training = [module for module in modules if module.training]
     wrappers: list[Any] = [
         layer for layer in wrappers_within(env) if getattr(layer, "update_running_mean", False)
     ]
+
     try:
         for module in training:
             module.training = False
@@ -375,7 +406,9 @@ def _seed(seed: int | None) -> Iterator[None]:
     """Context manager: seed torch, and restore its random state at the end. None changes nothing."""
     started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = [torch.cuda.current_device()] if started else []
-    with nullcontext() if seed is None else torch.random.fork_rng(devices):
+    random_state = nullcontext() if seed is None else torch.random.fork_rng(devices)
+
+    with random_state:
         if seed is not None:
             torch.manual_seed(seed)
         yield
@@ -430,7 +463,12 @@ class Evaluator:
         self.options = options
         self.episodes = whole_number("episodes", episodes)
         self.every = whole_number("every", every)
-        self.stop_at = None if stop_at is None else number("stop_at", stop_at)
+
+        if stop_at is None:
+            self.stop_at = None
+        else:
+            self.stop_at = number("stop_at", stop_at)
+
         self.history: list[tuple[int, Evaluation]] = []
         self.best_weights: dict[str, Any] | None = None
         self.best_mean = -float("inf")
@@ -446,6 +484,7 @@ class Evaluator:
             if found.mean > self.best_mean:
                 self.best_mean, self.best_frames = found.mean, frames
                 self.best_weights = deepcopy(self.policy.state_dict())
+
         return self.stop_at is not None and self.best_mean >= self.stop_at
 
     def state_dict(self) -> dict[str, Any]:
@@ -512,6 +551,7 @@ def interquartile_mean(
     scores = as_numbers("scores", scores, dtype=torch.float64)
     if scores.ndim not in (1, 2):
         raise ValueError(f"scores must have shape [seeds] or [seeds, tasks], got {tuple(scores.shape)}")
+
     if scores.ndim == 2:
         table = scores.double()
     else:
@@ -531,6 +571,7 @@ def _bootstrap(
     """Compute a statistic of ``[n, tasks]`` (it maps ``[*B, n, tasks]`` to ``[*B]``) and its percentile interval."""
     if not table.numel():
         raise ValueError(f"values (or scores) must have at least one number, got shape {tuple(table.shape)}")
+
     seed = seed_number("seed", seed)
     number("confidence", confidence, above=0, below=1)
     whole_number("resamples", resamples)
@@ -538,10 +579,12 @@ def _bootstrap(
     generator = torch.Generator().manual_seed(seed)
     drawn = []
     chunk = max(1, _DRAWN_AT_ONCE // table.numel())
+
     for start in range(0, resamples, chunk):
         shape = min(chunk, resamples - start), *table.shape
         rows = torch.randint(len(table), shape, generator=generator)
         drawn.append(statistic(table.expand(shape).gather(1, rows)))
+
     tail = (1 - confidence) / 2
     ends = torch.cat(drawn).quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64))
     return Estimate(float(statistic(table)), *ends.tolist())

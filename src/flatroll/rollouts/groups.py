@@ -53,7 +53,9 @@ class GroupCollector:
         policies = policies or {}
         if unknown := set(policies) - set(groups):
             raise ValueError(f"policies must name groups of {list(groups)}, got {sorted(unknown)}")
+
         self._seed = None if seed is None else seed_number("seed", seed)
+
         self._runners: dict[str, Runner] = {}
         for name, env in groups.items():
             self._runners[name] = runner = Runner(env)
@@ -74,6 +76,7 @@ class GroupCollector:
                 if not all(runner.started for runner in runners):
                     for runner in runners:
                         runner.reset(self._seed)
+
                 for _ in range(self.steps_per_batch):
                     for runner in runners:
                         runner.step()
@@ -84,6 +87,7 @@ class GroupCollector:
             for runner in runners:
                 runner.forget()
             raise
+
         batches = {}
         for name, runner in self._runners.items():
             batches[name], _ = runner.lay_out(runner.window.valid(), compact=False)

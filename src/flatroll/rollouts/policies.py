@@ -82,6 +82,7 @@ def as_function_of_obs(
             "policy must be a tensordict module, a callable from observation to action, or None, got "
             f"{type(policy).__name__}"
         )
+
     one_action = not isinstance(space, spaces.Dict | spaces.Tuple)
     takes_is_init = has_parameter(policy, IS_INIT)
 
@@ -90,10 +91,12 @@ def as_function_of_obs(
             given = {IS_INIT: to_torch(first).unsqueeze(-1)}
         else:
             given = {}
+
         if devices.policy is not None:
             obs, given = map_tree(
                 lambda leaf: leaf.to(devices.policy, non_blocking=not devices.blocking), (obs, given)
             )
+
         try:
             action = policy(obs, **given)
         except RuntimeError as error:
@@ -101,6 +104,7 @@ def as_function_of_obs(
             map_tree(leaves.append, obs)
             _note_dtype(error, policy, leaves)
             raise
+
         if action is None or (one_action and isinstance(action, (tuple, dict, TensorDictBase))):
             raise _no_action(policy, type(action).__name__)
         return action
@@ -140,6 +144,7 @@ class ModulePolicy:
         leaves = [*map(as_tuple, action_keys)]
         parts = policy.modules() if isinstance(policy, nn.Module) else ()
         recomputed = {as_tuple(key) for part in parts for key in getattr(part, "recomputed_keys", ())}
+
         #: The columns that it may write.
         self.writes: list[NestedKey] = [
             plain_key(key)
@@ -148,19 +153,27 @@ class ModulePolicy:
             and key not in recomputed
             and not any(leaf[: len(key)] == key for leaf in leaves)
         ]
+
         # Entries next to the parts of an action: columns, and what a CompositeDistribution also writes there.
         scores = [(*leaf[:-1], f"{leaf[-1]}_log_prob") for leaf in leaves if len(leaf) > 1]
         self._beside = [key for key in (*map(as_tuple, self.writes), *scores) if key[0] == ACTION]
         states = recurrent_states(policy) if recurrent else {}
+
         #: The initial values of its recurrent states, for one row.
         self.defaults: Columns = {key: value.to(devices.env) for key, value in states.items()}
+
         for key in self.defaults:
             if next_key(key) not in map(as_tuple, self.writes):
                 raise ValueError(
                     f"the policy has the recurrent state {key!r} but not {next_key(key)!r} in its out_keys "
                     f"{list(policy.out_keys)}: it would lose its state at every step. Keep it with select_out_keys(...)"
                 )
-        self.prime(primed if recurrent and primed else {})
+
+        if recurrent and primed:
+            self.prime(primed)
+        else:
+            self.prime({})
+
         self._written: list[NestedKey] | None = None  # the keys of `writes` that it has written
 
     def prime(self, states: Mapping[NestedKey, Tensor]) -> None:
@@ -177,31 +190,42 @@ class ModulePolicy:
         home = self._devices.env
         if self._devices.policy is not None:
             data = data.to(self._devices.policy, non_blocking=wait)
+
         try:
             out = call_policy(self._policy, data)
         except RuntimeError as error:
             leaves: Any = data.values(True, True)
             _note_dtype(error, self._policy, leaves)
             raise
+
         if not isinstance(out, TensorDictBase):
             raise _no_action(self._policy, type(out).__name__)
         action = get_entry(out, ACTION)
         if action is None:
             raise _no_action(self._policy, f"entries {sorted(map(str, out.keys(True, True)))}")
+
         if self._written is None:
             self._written = [key for key in self.writes if out.get(key, None) is not None]
             self._beside = [key for key in self._beside if out.get(key, None) is not None]
+
         # A key that was written before but is missing now raises KeyError here.
         written = {key: out[key].to(home, non_blocking=wait) for key in self._written}
+
         for key in self.defaults:  # in first rows, as reset by the policy if it writes the state
             used = out.get(key, None)
-            written[key] = (data.get(key) if used is None else used).to(home, non_blocking=wait)
+            if used is None:
+                column = data.get(key)
+            else:
+                column = used
+            written[key] = column.to(home, non_blocking=wait)
+
         if isinstance(action, TensorDictBase):
             if self._beside:
                 parts = action.exclude(*(key[1:] for key in self._beside))
             else:
                 parts = action
             action = _tuples(self._space, parts.to_dict())
+
         return action, written
 
 
@@ -219,7 +243,10 @@ def copy_weights(policy: object, weights: Weights) -> None:
         own: Any = TensorDict.from_module(policy)
         own.data.update_(weights.data)
         return
-    policy.load_state_dict(weights.state_dict() if isinstance(weights, nn.Module) else weights)
+
+    if isinstance(weights, nn.Module):
+        weights = weights.state_dict()
+    policy.load_state_dict(weights)
 
 
 def state_of(weights: Weights) -> Mapping[str, Any]:
@@ -244,12 +271,14 @@ def refuse_hidden_weights(policy: object) -> None:
     if isinstance(policy, partial):
         held = dict(enumerate(policy.args)) | policy.keywords
         policy = policy.func
+
     owner = getattr(policy, "__self__", policy)
     held |= {"self": owner} | getattr(owner, "__dict__", {})
     function = getattr(policy, "__func__", policy)
     if inspect.isfunction(function):
         used = inspect.getclosurevars(function)
         held |= {**used.nonlocals, **used.globals}
+
     for name, part in held.items():
         if isinstance(part, nn.Module) and part.state_dict():
             raise TypeError(
@@ -281,6 +310,7 @@ def _note_dtype(error: RuntimeError, policy: object, observations: Iterable[Tens
     parameters = policy.parameters() if isinstance(policy, nn.Module) else ()
     if any(one.dtype is torch.float64 for one in parameters):
         return
+
     if any(leaf.dtype is torch.float64 for leaf in observations):
         error.add_note(
             "the env gives float64 observations, as MuJoCo's do: if the error is about dtypes, cast them with "

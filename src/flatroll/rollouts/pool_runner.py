@@ -89,6 +89,7 @@ class PoolRunner:
                 part.states[key] = self._states[key][torch.from_numpy(ids)]
             else:
                 self._states[key] = state.new_zeros(self.num_envs, *state.shape[1:])
+
         part.age = self._ages[ids]
         part.step(random)
         stepped = self._rows.stepped  # differs from `ids` if the env had to be reset first
@@ -126,6 +127,7 @@ class PoolRunner:
         done = int(taken.min())
         del ahead[:done]
         taken -= done
+
         return drawn
 
 
@@ -151,6 +153,7 @@ class PoolWindow(Window):
         self._all = np.arange(self.num_envs)
         self._open = np.zeros(self.num_envs, np.int64)  # step of each env's open cell
         self._resets = 0
+
         #: Envs whose transitions were completed by the last rows, in order of arrival.
         self._late: Array = self._all[:0]
         self._count = 0
@@ -161,6 +164,7 @@ class PoolWindow(Window):
             self._cut()
         ids = self._rows.ids
         steps = self._open[ids]
+
         for key, value in zip(keys, values):  # noqa: B905 (as in Window.put)
             column = self.columns.get(key)
             if column is None:
@@ -227,11 +231,13 @@ class PoolWindow(Window):
             left = surplus_from
         else:
             left = self._all[:0]
+
         ends = self._open
         self._open, self._late, self._count = np.zeros_like(ends), left, len(left)
         starts = ends.copy()
         starts[left] -= 1
         self._open[left] = 1
+
         for column in self.columns.values():
             # The open cells after the kept transitions are filled when their envs next act or reset.
             column[0] = column[starts, self._all]
@@ -246,6 +252,7 @@ class PoolWindow(Window):
                 f"column {key!r} must have one row for each of the {self._rows.batch_size} envs of a step, got shape "
                 f"{tuple(value.shape)}"
             )
+
         shape = self.num_envs, *value.shape[1:]
         wide = value[:1].expand(shape) if isinstance(value, Tensor) else np.broadcast_to(value[:1], shape)
         return super()._allocate(key, wide)
@@ -277,18 +284,22 @@ class PoolRows(VectorWrapper):
             raise ValueError(
                 "an envpool in async mode stays in NumPy: leave framework='torch' out, policies get tensors anyway"
             )
+
         self._source: AsyncPoolSource = source
         source.led = True
         self._markers = [layer for layer in layers(env) if isinstance(layer, MarkerWrapper)]
+
         for layer in layers(env):
             if not isinstance(layer, VectorStream) and getattr(layer, "row_state", None) is None:
                 raise ValueError(
                     f"{type(layer).__name__} does not work with an envpool in async mode: only flatroll's markers do, "
                     "and your own if row_state names the arrays [E] they keep. Use postproc, or a pool in sync mode"
                 )
+
         assert source.capabilities.batch_size is not None
         #: B, the number of rows per step.
         self.batch_size = source.capabilities.batch_size
+
         #: Number of resets of the pool through this object.
         self.resets = 0
         #: The envs of the last step's actions, int64 ``[B]``.
@@ -321,6 +332,7 @@ class PoolRows(VectorWrapper):
         stream = self.stream
         stream.first, stream.ended = np.ones(self.batch_size, bool), np.zeros(self.batch_size, bool)
         self._ended[self.ids] = False
+
         return obs, info
 
     def step(self, actions: Tree) -> Step:
@@ -335,11 +347,13 @@ class PoolRows(VectorWrapper):
         ids = source.ids
         stream.ended = self._ended[ids]  # the flags of the previous step determine which rows are first
         stream.any_ended = bool(stream.ended.any())
+
         for marker in self._markers:
             for name in marker.row_state or ():
                 whole = getattr(marker, name)
                 self._lent.append((marker, name, whole))
                 setattr(marker, name, whole[ids])
+
         result: Step = self.env.step(sent)
         self._ended[ids] = stream.ended
         stream.actions = map_tree(lambda whole: whole[ids], self._actions)

@@ -28,11 +28,13 @@ class ProgressBar:
             from tqdm.auto import tqdm
 
             self._bar = tqdm(total=self._total, unit="frame", unit_scale=True, initial=frames)
+
         self._bar.update(len(batch))
         if self._returns is None:
             returns = None
         else:
             returns = batch.get(self._returns, None)
+
         if returns is not None and len(ended := returns[batch.get(DONE)]):
             self._postfix["return"] = f"{ended.mean().item():.1f}"
         self._postfix["steps/s"] = self._bar.format_sizeof(len(batch) / seconds)

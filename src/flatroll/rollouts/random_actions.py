@@ -40,6 +40,7 @@ class RandomPolicy:
             raise TypeError(
                 f"action_spec must be a gymnasium space, got {type(action_spec).__name__}: pass env.action_space"
             )
+
         self.action_spec = action_spec
         self.action_key = action_key
         self._draws: RandomActions | None = None
@@ -56,11 +57,13 @@ class RandomPolicy:
             raise ValueError(
                 "RandomPolicy() does not know the actions outside of a collector: pass the action space"
             )
+
         rows = tensordict.batch_size.numel()
         if self._draws is None or self._draws.num_envs != rows:
             self._draws = RandomActions(self.action_spec, rows, torch.device("cpu"), None)
         keys, paths = zip(*space_leaves(self.action_spec, as_tuple(self.action_key)), strict=True)
         drawn = self._draws()
+
         mask = tensordict.get(ACTION_MASK, None)
         if mask is not None:
             if isinstance(mask, TensorDictBase):
@@ -68,6 +71,7 @@ class RandomPolicy:
             else:
                 mask = mask.reshape(rows, *mask.shape[tensordict.batch_dims :])
             drawn = self._draws.legal(drawn, mask)
+
         for key, leaf in zip(keys, leaves_at(drawn, paths), strict=True):
             action = leaf.reshape((*tensordict.batch_size, *leaf.shape[1:]))
             tensordict.set(key, action.to(tensordict.device))  # to(None) is a no-op
@@ -97,9 +101,14 @@ class RandomActions:
         self.space = space
         self.num_envs = num_envs
         self._device = device
-        self.generator = torch.Generator(device=device if device.type == "cuda" else "cpu")
-        self.generator.manual_seed(int(torch.randint(2**62, ()).item()) if seed is None else seed)
+        place = device if device.type == "cuda" else "cpu"
+        self.generator = torch.Generator(device=place)
+        if seed is None:
+            seed = int(torch.randint(2**62, ()).item())
+
+        self.generator.manual_seed(seed)
         self._spec = as_spec(space, device=self.generator.device)
+
         #: Whether the actions are NumPy arrays.
         self.as_numpy = False
         self._chunk: Any = None
@@ -123,11 +132,15 @@ class RandomActions:
     def _draw(self, space: Any, spec: TensorSpec) -> Any:
         """Draw actions ``[_CHUNK, E, ...]`` for a chunk of steps, a tree nested as the space is."""
         if isinstance(spec, Composite):
-            names = range(len(space.spaces)) if spec.of_tuple else space.spaces
+            if spec.of_tuple:
+                names = range(len(space.spaces))
+            else:
+                names = space.spaces
             parts = {name: self._draw(space[name], spec[str(name)]) for name in names}
             if spec.of_tuple:
                 return tuple(parts.values())
             return parts
+
         return spec.rand((_CHUNK, self.num_envs), generator=self.generator).to(self._device)
 
     def legal(self, drawn: Tree, mask: Tree) -> Tree:
@@ -158,12 +171,18 @@ class RandomActions:
             return self._legal_parts(space, drawn, mask)
         if isinstance(mask, dict | tuple):
             raise ValueError(f"{ACTION_MASK} must be one array for {space}, got a {type(mask).__name__}")
+
         allowed = to_torch(mask, self.generator.device)
         counts = option_counts(space)
-        form = None if counts is None else mask_form(counts, allowed.shape[1:])
+        if counts is None:
+            form = None
+        else:
+            form = mask_form(counts, allowed.shape[1:])
+
         if counts is None or form is None:
             self._refuse_or_warn(space, tuple(allowed.shape))
             return drawn
+
         drawn = to_torch(drawn)
         allowed = allowed.flatten(1)
         if form == "options":
@@ -173,6 +192,7 @@ class RandomActions:
             (combinations,) = legal_options(ACTION_MASK, allowed, (math.prod(counts),), each="env")
             drawn_at = draw_masked(combinations, torch.Size(), self.generator)
             picks = list(torch.unravel_index(drawn_at, counts))
+
         first = torch.from_numpy(first_options(space)).to(self.generator.device)
         legal = (torch.stack(picks, -1) + first).view(drawn.shape)
         return legal.to(drawn.device, drawn.dtype)
@@ -187,6 +207,7 @@ class RandomActions:
                 f"{ACTION_MASK} must have one mask for each part of {space}, in a dict or tuple, got "
                 f"{type(mask).__name__}"
             )
+
         given: dict[Any, Any] = mask if isinstance(mask, dict) else dict(enumerate(mask))
         # Gymnasium's vector envs add "_name", which tells the envs that reported "name".
         known = {*names, *map(str, names), *(f"_{name}" for name in names)}
@@ -196,10 +217,12 @@ class RandomActions:
                 f"{ACTION_MASK} has masks for {unknown}, but the parts of the action space are {names}: name the "
                 "masks as the parts"
             )
+
         parts = {}
         for name in names:
             own = given.get(name, given.get(str(name)))
             parts[name] = drawn[name] if own is None else self._legal(space[name], drawn[name], own)
+
         if isinstance(space, spaces.Dict):
             return parts
         return tuple(parts.values())
@@ -212,6 +235,7 @@ class RandomActions:
             raise ValueError(f"{ACTION_MASK} must have shape {wanted} for {space}, got {shape}")
         if shape in self._ignored:
             return
+
         self._ignored.add(shape)
         warnings.warn(
             f"{ACTION_MASK} has shape {shape[1:]} for each env, which is no mask of {space} (possible: "
@@ -240,4 +264,9 @@ def _unbind(chunk: Tree, as_numpy: bool) -> list[Tree]:
         return [{key: part[i] for key, part in parts.items()} for i in range(_CHUNK)]
     if isinstance(chunk, tuple):
         return list(zip(*(_unbind(child, as_numpy) for child in chunk), strict=True))
-    return list(chunk.numpy() if as_numpy else chunk.unbind())
+
+    if as_numpy:
+        rows = chunk.numpy()
+    else:
+        rows = chunk.unbind()
+    return list(rows)

@@ -67,6 +67,7 @@ def rollout(
     runner = lead_pool(Runner(env, info_keys=info_keys, writer=writer))
     devices = make_devices(runner.device, policy_device=policy_device)
     runner.start(policy, num_steps, devices=devices, exploration=exploration, seed=seed)
+
     missing = num_steps
     with torch.no_grad():
         runner.reset(seed)
@@ -74,6 +75,7 @@ def rollout(
             for _ in range(missing):
                 runner.step()
             missing = num_steps - int(runner.window.valid().sum(axis=0).min())
+
     mask = runner.window.valid()
     # The first num_steps transitions of each env: bool [steps, E].
     mask &= np.cumsum(mask, axis=0) <= num_steps
@@ -106,5 +108,6 @@ def check_env_specs(env: EnvLike, num_steps: int = 100, *, seed: int = 0) -> Non
         problem = batch_spec(adapted).problem(batch)
         found += [] if problem is None else [problem]
         found += [str(finding) for finding in audit(batch) if finding.severity == "error"]
+
     if found:
         raise ContractError("the env breaks its specs:\n" + "\n".join(f"- {text}" for text in found))

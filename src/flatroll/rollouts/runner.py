@@ -102,6 +102,7 @@ class Runner:
         check_writer(writer, track_traj_ids, find_wrapper(env, TrajId))
         if track_traj_ids and find_wrapper(env, TrajId) is None:
             env = TrajId(env, writer=writer)
+
         stream = find_stream(env)
         assert stream is not None
         self.env = env
@@ -120,6 +121,7 @@ class Runner:
         self._result_keys = (REWARD, TERMINATED, TRUNCATED, *keys.actions, *keys.nexts)
         if not stream.same_step:
             self._result_keys += (DEAD,)
+
         self._on_host = stream.capabilities.framework == "numpy"
         # The adapted env checks and keeps its actions; a wrapper in between may change them.
         passing = (VectorStream, MarkerWrapper, VectorObservationWrapper, VectorRewardWrapper)
@@ -127,10 +129,12 @@ class Runner:
         if not all(isinstance(layer, passing) for layer in layers(env)):
             framework = stream.capabilities.framework
             self._check_actions = ActionCheck(space, self.num_envs, framework, self.device)
+
         # Unknown wrappers may keep the returned arrays.
         self._lends = all(type(layer) in (VectorStream, *_KEEP_NOTHING) for layer in layers(env))
         #: Checks the actions of each batch; None if they are random or a wrapper may change them.
         self.action_range: ActionRange | None = None
+
         # A SAME_STEP env returns the reset observation in an ended row; the final one is stored separately. For small
         # observations writing all rows is as fast as finding the ended ones, which on a device would sync.
         self._whole_finals = self._lends and stream.whole_finals
@@ -140,13 +144,16 @@ class Runner:
             not self._on_host or (self._whole_finals and size <= _FEW_BYTES)
         )
         self.window: Window
+
         #: Whether the env has been reset.
         self.started = False
         self._at = -1  # number of moves of the env at this runner's last step or reset
+
         #: Whether `step` only starts a step, which `settle` waits for.
         self.sends = False
         self._sent: Tree = None  # the actions of the pending step
         self._warned = False  # whether it has warned that other code moved the env
+
         # Whether to warn if the env paid rewards in steps that only reset. A wrapper may add a constant to all rewards;
         # an async pool's window has cells without values. On a device the question would sync once a batch.
         can = stream.capabilities
@@ -154,22 +161,26 @@ class Runner:
             isinstance(layer, VectorRewardWrapper) for layer in (*layers(env), *layers(stream.source.env))
         )
         self._looks_for_rewards = not shifts and can.batch_size is None and can.device.type == "cpu"
+
         #: The recurrent states ``[E, ...]`` that the next step starts from.
         self.states: Columns = {}
         self._defaults: Columns = {}
         self._policy: ModulePolicy | Callable[[Any, Any], Any] | None = None
         self._stride = 1
         self._versions: Array = None  # policy version of each env, int64 [E], if stored
+
         if track_version:
             keys.claim("track_policy_version", POLICY_VERSION)
             self._versions = ()
             self.set_version(0)
+
         # Whether the last step ended each env's episode, bool [E]; None after a reset.
         self._ended: Array = None
         self.age: Array = None  # steps since the first row of the episode
         self._obs: Tree = None
         self._info: dict[str, Any] = {}
         self._infos = InfoColumns(env, stream, keys.infos)
+
         # The masks in the policy's input: key -> number of options of each choice of its part of the action space.
         self._masks: dict[NestedKey, tuple[int, ...]] = {}
 
@@ -192,9 +203,11 @@ class Runner:
         if isinstance(policy, RandomPolicy):
             drawn_from = policy.space_in(self.env)
             policy = None
+
         self._drawn = policy is None and drawn_from is space and self._check_actions is None
         self.random = RandomActions(drawn_from, self.num_envs, self.device, seed)
         self.random.as_numpy = self._on_host
+
         #: Returns the random actions of a step.
         self.draw: Callable[[], Any] = self.random
         if policy is not None and self._check_actions is None:  # otherwise a wrapper may change the actions
@@ -211,6 +224,7 @@ class Runner:
             self._carry(module.defaults)
         elif policy is not None:
             self._policy = as_function_of_obs(policy, space, devices)
+
         # A module receives the markers and may write into them.
         self._lends_markers = self._lends and not isinstance(self._policy, ModulePolicy)
         if state_stride > 1:
@@ -221,6 +235,7 @@ class Runner:
                 )
             self.keys.claim("state_stride", HAS_STATE)
             self.keys.strided = True
+
         self._stride = state_stride
         self.window = Window(
             self.keys,
@@ -237,11 +252,13 @@ class Runner:
         """Find the action masks in the policy's input; one that no observation has is stored from info."""
         keys = self.keys
         read = [key for key in policy.in_keys if as_tuple(key)[0] == ACTION_MASK]
+
         missing = [key for key in read if key not in (*keys.obs, *keys.infos)]
         if missing:
             keys.claim("the policy's mask", *missing, *map(next_key, missing))
             keys.infos += (*missing,)
             self._infos = InfoColumns(self.env, self.stream, keys.infos)
+
         for path in keys.action_paths:
             key = plain_key((ACTION_MASK, *map(str, path)))
             counts = option_counts(part_of(self.env.single_action_space, path))
@@ -263,6 +280,7 @@ class Runner:
         """
         if not isinstance(self._policy, ModulePolicy):
             return
+
         before = set(self._policy.defaults)
         self._policy.prime(states)
         fresh = {key: value for key, value in self._policy.defaults.items() if key not in before}
@@ -293,6 +311,7 @@ class Runner:
                 f"{type(self.stream.source.stepped).__name__} was given a limit of steps (max_frames_per_traj=, "
                 "StepCounter(max_steps=)) after this collector was made: set the limit first"
             )
+
         if window.steps and not self._dense_finals and self._ended is not None:
             # The next step will not contain the next observations of rows in the window, so store them. (Under
             # SAME_STEP those of ended rows are stored already.)
@@ -301,9 +320,11 @@ class Runner:
             else:
                 waiting = self._ended | True
             envs = np.flatnonzero(to_torch(waiting).numpy(force=True))
+
             for key, leaf in zip(self.keys.obs, leaves_at(self._obs, self.keys.obs_paths), strict=True):
                 values = to_torch(leaf).numpy(force=True)[envs]
                 window.put_final(key, envs, values, window.steps - 1)
+
         self._obs, self._info = self.env.reset(seed=seed)
         self.started, self._at, self._ended = True, self.stream.at, None
 
@@ -317,6 +338,7 @@ class Runner:
                 "step (or a step of it failed): the open episodes are cut and the env is reset; give each its own env",
                 stacklevel=2,
             )
+
         self.reset()
 
     def begin_only(self) -> None:
@@ -332,6 +354,7 @@ class Runner:
                 "in sync mode), "
                 f"without gymnasium's wrappers around them, got {base}: put wrappers around the single envs"
             )
+
         if self._check_actions is not None:
             raise ValueError(
                 f"splits= sends the actions straight to {base}, and a wrapper in its stack may change them: put it "
@@ -360,6 +383,7 @@ class Runner:
         keys = self.keys
         if stream.moves.count != self._at:
             self._restart_moved()
+
         info = self._info
         if self._one_obs:
             seen = [self._obs]
@@ -367,6 +391,7 @@ class Runner:
             seen = leaves_at(self._obs, keys.obs_paths)
         seen += [info[name] for name in keys.root_names]
         window.put(self._seen_keys, seen)
+
         chosen: dict[NestedKey, Array | None] = {}
         for name in keys.infos:
             value = self._infos.entry(info, name)
@@ -374,6 +399,7 @@ class Runner:
                 value = self._allow_where_silent(name, value)
             window.put_loose(name, value)
             chosen[name] = value
+
         if self._versions is not None:
             window.put((POLICY_VERSION,), (self._versions,))
         if self.states:
@@ -382,6 +408,7 @@ class Runner:
             action = self._draw_legal()
         else:
             action = self._choose_action(seen, chosen, random)
+
         if self._check_actions is not None:
             action = self._check_actions(action)
         if stream.moves.count != self._at:
@@ -390,6 +417,7 @@ class Runner:
                 "action, so the action would not belong to what the policy saw: let the policy plan in a "
                 "separate env"
             )
+
         if not self.sends:
             self.finish(action)
             return
@@ -401,10 +429,12 @@ class Runner:
         stream = self.stream
         keys = self.keys
         stream.lends, stream.lends_markers, stream.drawn = self._lends, self._lends_markers, self._drawn
+
         try:
             obs, reward, terminated, truncated, info = self.env.step(action)
         finally:
             stream.lends = stream.lends_markers = stream.drawn = False
+
         # the actions that the env received
         if self._check_actions is None:
             given = stream.actions
@@ -419,6 +449,7 @@ class Runner:
             results.append(stream.first)
         elif stream.hides_final_obs:
             window.put_known(stream.known)
+
         if self._dense_finals:
             leaves = leaves_at(obs, keys.obs_paths)
             final = stream.final_of(info)
@@ -426,6 +457,7 @@ class Runner:
                 finals = leaves
             else:
                 finals = leaves_at(final, keys.obs_paths)
+
             if self._whole_finals:
                 window.put((*self._result_keys, *self._next_keys), (*results, *finals))
             else:
@@ -434,6 +466,7 @@ class Runner:
             if stream.same_step and stream.any_ended:
                 self._record_finals(info)
             window.put(self._result_keys, results)
+
         if keys.infos:
             self._infos.record(info, window)
         self._obs = obs
@@ -452,6 +485,7 @@ class Runner:
             if begins:
                 fill_rows(self.age, stream.first, 0)
             self.window.put((HAS_STATE,), (self.age % self._stride == 0,))
+
         if begins:
             first = to_torch(stream.first)
             for key, state in self.states.items():
@@ -473,16 +507,20 @@ class Runner:
                     column = to_torch(value)
                 flat = column.ndim == 1 and key in self.keys.trailing
                 columns[key] = column.unsqueeze(-1) if flat else column
+
             for name, entry in chosen.items():
                 if entry is not None:
                     columns[name] = to_torch(entry)
+
             for key, counts in self._masks.items():
                 if mask_form(counts, columns[key].shape[1:]) is not None:
                     columns[key] = self._allow_where_ended(columns[key])
                     legal_options(ACTION_MASK, columns[key].flatten(1), each="env")
+
             columns.update(self.states)
             action, written = act_in_turn(policy, self._exploration, columns)
             self.window.put(list(written), list(written.values()))
+
             # The next step starts from the states under ("next", state).
             for key in self.states:
                 self.states[key] = written.get(next_key(key), self.states[key])
@@ -493,7 +531,9 @@ class Runner:
                     obs = torch.from_numpy(obs)
                 else:
                     obs = map_tree(to_torch, obs)
+
             action = act_in_turn(policy, self._exploration, obs, self.stream.first)
+
         if random:
             return self._draw_legal()
         return action
@@ -505,6 +545,7 @@ class Runner:
             mask = self._obs.get(ACTION_MASK)
         else:
             mask = None
+
         if mask is None:
             mask = _allow_silent(self._info, ACTION_MASK)
         if mask is None:
@@ -526,6 +567,7 @@ class Runner:
             if self._on_host:
                 return options.numpy()
             return options
+
         *outer, last = as_tuple(key)
         told = self._infos.entry(self._info, (*outer, f"_{last}"))
         if told is None:
@@ -559,14 +601,17 @@ class Runner:
         if self.keys.infos:
             self._infos.check_seen(self._info)
             self._infos.check_known()
+
         if not self._dense_finals:
             # The observations after the last step are its rows' next observations.
             self.window.put(self.keys.obs, leaves_at(self._obs, self.keys.obs_paths))
+
         # With own_buffers=False other code that steps the env may write into these arrays.
         if self._one_obs:
             self._obs = copy_of(self._obs)
         else:
             self._obs = map_tree(copy_of, self._obs)
+
         if self._looks_for_rewards and DEAD in self.window.columns:
             self._look_for_lost_rewards()
         laid_out = self.window.lay_out(mask, compact)
@@ -602,6 +647,7 @@ def _allow_silent(info: dict[Any, Any], name: Any) -> Tree | None:
     if isinstance(mask, dict):
         parts = {part: _allow_silent(mask, part) for part in mask if not str(part).startswith("_")}
         return {part: own for part, own in parts.items() if own is not None}
+
     if isinstance(mask, np.ndarray) and mask.dtype == object:
         mask = _numbers_of(name, mask)  # lists of single envs, which Gymnasium does not join
     told = info.get(f"_{name}")
@@ -629,9 +675,11 @@ class InfoColumns:
         self._names = names
         self._device = stream.capabilities.device
         self._on_host = stream.capabilities.framework == "numpy"
+
         # RecordEpisodeStatistics writes the step's entry where SAME_STEP keeps the entries of the reset.
         around = (*layers(env), *layers(stream.source.env))
         self._of_step = {layer._stats_key for layer in around if hasattr(layer, "_stats_key")}
+
         # So do markers that describe the step; others describe the observation after the reset.
         markers = [layer for layer in layers(env) if isinstance(layer, MarkerWrapper)]
         self._of_step |= {marker.info_name for marker in markers if marker.describes_step}
@@ -657,9 +705,14 @@ class InfoColumns:
         stream = self._stream
         final = info.get("final_info") if stream.same_step else None
         lost = self._lost_rows(info)
+
         for name in self._names:
             value = self.entry(info, name)
-            last = self.entry(final, name) if isinstance(final, dict) else None
+            if isinstance(final, dict):
+                last = self.entry(final, name)
+            else:
+                last = None
+
             from_step = as_tuple(name)[0] in self._of_step
             if last is not None:
                 if value is None:
@@ -671,9 +724,11 @@ class InfoColumns:
             elif value.shape[:1] == (stream.num_envs,):
                 # it belongs to the reset of the next episode
                 value = fill_rows(copy_of(value), stream.ended, False)
+
             if lost is not None and value is not None and not from_step:
                 value = self._hide(name, value, lost)
             window.put_loose(next_key(name), value)
+
             if value is not None and name not in self._seen:
                 self._seen.add(name)
                 # The entry has no root value yet, which batches need.
@@ -691,13 +746,16 @@ class InfoColumns:
             return None
         if not isinstance(info.get("final_info"), dict):
             return stream.ended
+
         told = info.get("_final_info")
         if told is None:  # it is about all ended rows
             return None
+
         if isinstance(stream.ended, np.ndarray):
             lost = stream.ended & ~np.asarray(told, bool)
         else:
             lost = stream.ended & ~to_torch(told, self._device).bool()
+
         if not self._on_host or lost.any():
             return lost
         return None
@@ -709,10 +767,12 @@ class InfoColumns:
         if as_tuple(name)[0] == ACTION_MASK or as_tuple(name)[0] in self._of_reset:
             # Masks of last observations may be empty, and a marker is not about them.
             return fill_rows(copy_of(value), lost, False)
+
         if isinstance(value, Tensor):
             floating = value.is_floating_point()
         else:
             floating = value.dtype.kind in "fc"
+
         if floating:
             return fill_rows(copy_of(value), lost, float("nan"))
         if self._on_host:
@@ -720,6 +780,7 @@ class InfoColumns:
         else:  # asking whether a row is lost would sync at each step
             before = self._lost.get(name)
             self._lost[name] = lost.any() if before is None else before | lost.any()
+
         return value
 
     def check_known(self) -> None:
@@ -737,6 +798,7 @@ class InfoColumns:
         if rows is not None and value is not None:
             number = int(np.flatnonzero(rows)[0])
             where = f" (env {number} ended, and info says {value[number].tolist()})"
+
         raise ValueError(
             f"info_keys={[name]}: {env} resets ended envs in the same step and gives no info['final_info'], so "
             f"{name!r} of an episode's last step is unknown: the value in info may be that of the reset{where}. Let "
@@ -757,10 +819,12 @@ class InfoColumns:
                 f"info_keys has {name!r}, which is a dict: name its entries, info_keys={entries}. (For returns and "
                 "lengths of episodes flatroll.wrappers.RewardSum and StepCounter give a number at every step)"
             )
+
         if isinstance(value, np.ndarray) and value.dtype == object:
             value = _numbers_of(name, value)
             if value is None:
                 return None
+
         if self._on_host:
             if isinstance(value, Tensor):
                 return value.numpy(force=True)
@@ -788,16 +852,19 @@ def _numbers_of(name: NestedKey, entries: Array) -> Array | None:
     told = np.array([one is not None for one in entries], bool)
     if not told.any():
         return None
+
     try:
         known = np.array(entries[told].tolist())
     except ValueError:  # of several shapes
         known = entries[told]
+
     if known.dtype.kind not in "biufc":
         raise TypeError(
             f"info_keys has {name!r}, whose values must be numbers, or arrays of one shape, got {entries[told][0]!r} "
             f"in env {int(np.flatnonzero(told)[0])}: leave it out, or turn it into numbers in a wrapper around the "
             "single env"
         )
+
     filled = np.zeros((len(entries), *known.shape[1:]), known.dtype)
     filled[told] = known
     return filled

@@ -36,12 +36,14 @@ class SplitRunner:
         self.device = parts[0].device
         self.keys = parts[0].keys
         self.asks_compact = parts[0].asks_compact
+
         # Counts moves of the env that was split, so that other collectors over it notice them.
         self._moves = moves
         self._at = 0 if moves is None else moves.count
         for part in parts:
             part.begin_only()
         _check_alike(parts)
+
         for part, first in zip(parts, self._firsts, strict=True):
             ids = find_wrapper(part.env, TrajId)
             if ids is not None:
@@ -60,8 +62,10 @@ class SplitRunner:
         for part in self._parts:
             part.start(policy, steps, seed=0, **options)
         self.random = RandomActions(self._parts[0].random.space, self.num_envs, self.device, seed)
+
         # Actions already drawn for parts that have not had their turn.
         self._drawn: list[list[Any]] = [[] for _ in self._parts]
+
         for i, part in enumerate(self._parts):
             part.random, part.draw = self.random, partial(self._draw, i)
             part.action_range = self._parts[0].action_range  # which warns once
@@ -76,7 +80,11 @@ class SplitRunner:
         """Reset all parts, env ``e`` of the pool with ``seed + e``."""
         for part, first in zip(self._parts, self._firsts, strict=True):
             part.settle()
-            part.reset(None if seed is None else seed + first)
+            if seed is None:
+                part_seed = None
+            else:
+                part_seed = seed + first
+            part.reset(part_seed)
 
     def forget(self) -> None:
         """Discard the recorded transitions; the next step needs a reset first."""
@@ -91,6 +99,7 @@ class SplitRunner:
                 for part in self._parts:
                     part.stream.moves.count += 1  # the part resets its envs
             self._moves.count = self._at = self._moves.count + 1
+
         for part in self._parts:
             part.settle()
             part.step(random)
@@ -104,14 +113,21 @@ class SplitRunner:
             batch, final = part.lay_out(mask[:, first : first + part.num_envs], compact)
             if not len(batch):
                 continue
+
             if not self.keys.has_ids:
                 require(batch, self.keys.init)[0] = True  # separates it from the rows of the previous part
             if final is not None:
                 final.set("row", final.get("row") + rows)
                 finals.append(final)
+
             batches.append(batch)
             rows += len(batch)
-        return _concatenate(batches), _concatenate(finals) if compact else None
+
+        if compact:
+            final = _concatenate(finals)
+        else:
+            final = None
+        return _concatenate(batches), final
 
     def open_ids(self) -> Tensor:
         """Return the ids of trajectories that continue or have transitions not yet in a batch."""
@@ -168,6 +184,7 @@ def _check_alike(parts: Sequence[Runner]) -> None:
     """Raise ValueError if the parts cannot form one batch, or would produce the same rows."""
     if len({id(part.stream.moves) for part in parts}) < len(parts):
         raise ValueError("the parts of splits= must be different envs, got one of them twice")
+
     for name, facts in (
         ("observation space", [part.env.single_observation_space for part in parts]),
         ("action space", [part.env.single_action_space for part in parts]),
@@ -177,11 +194,13 @@ def _check_alike(parts: Sequence[Runner]) -> None:
     ):
         if any(fact != facts[0] for fact in facts):
             raise ValueError(f"the parts of splits= must have the same {name}, got {facts}")
+
     seeds: list[int] = []  # seeds of all envs of envpools
     for part in parts:
         config = getattr(part.stream.source.env, "config", None)
         if isinstance(config, dict) and {"seed", "env_seed", "num_envs"} <= set(config):
             seeds += config["env_seed"] or range(config["seed"], config["seed"] + config["num_envs"])
+
     if len(set(seeds)) < len(seeds):
         raise ValueError(
             "two envpools of splits= have envs with the same seed, which would produce the same rows: env i of a "

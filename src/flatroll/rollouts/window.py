@@ -71,6 +71,7 @@ class Window:
         self.num_envs = num_envs
         #: Vector steps in the window.
         self.steps = 0
+
         #: Cells of step 0 with env numbers below this are in an earlier batch.
         self.taken = 0
         #: Vector steps before the window.
@@ -79,9 +80,11 @@ class Window:
         self._keys = keys
         self._device = device
         self._on_cpu = device.type == "cpu"
+
         #: Whether ended envs are reset in the same step: then every cell is a transition.
         self.same_step = same_step
         self._dense_finals = dense_finals
+
         #: Whether one call writes all values of a step, into per-step views ``[E, ...]`` of each column.
         self._at_once = dense_finals and framework == "torch"
         self._by_step: dict[NestedKey, Sequence[Array]] = {}
@@ -92,6 +95,7 @@ class Window:
         )
         self._agents = agents and tuple(torch.as_tensor(numbers, device=device) for numbers in agents)
         self._games = 0 if agents is None else int(agents[1].max()) + 1
+
         # Extra steps for what follows the last one. With dense finals none is needed, and a full window is a batch.
         self._beyond = 0 if dense_finals else 1
         self._room = steps + 2 * self._beyond
@@ -111,9 +115,12 @@ class Window:
                     columns[key][step] = value
                 except KeyError:
                     self._allocate(key, value)[step] = value
+
             return
+
         if not keys:
             return
+
         rows = self._by_step
         try:
             # One call for all columns is three times faster than separate calls.
@@ -141,12 +148,15 @@ class Window:
             for key, leaf, final in zip(next_keys, next_obs, finals, strict=True):
                 self._put_where(key, ended, final, leaf)
             return
+
         # On the CPU reading the flags needs no sync, and writing a few rows is much faster than torch.where.
         self.put((*keys, *next_keys), (*values, *next_obs))
         (envs,) = ended.numpy().nonzero()
         if not len(envs):
             return
+
         places = torch.from_numpy(envs)
+
         for key, leaf, final in zip(next_keys, next_obs, finals, strict=True):
             row = self._by_step[key][self.steps]
             try:
@@ -156,7 +166,11 @@ class Window:
 
     def _put_where(self, key: NestedKey, mask: Tensor, chosen: Tensor, other: Tensor) -> None:
         """Record rows of ``chosen`` where the mask is True, else of ``other``; no host sync."""
-        row = self._by_step[key][self.steps] if key in self._by_step else None
+        if key in self._by_step:
+            row = self._by_step[key][self.steps]
+        else:
+            row = None
+
         if (
             row is not None
             and chosen.shape == other.shape == row.shape
@@ -186,6 +200,7 @@ class Window:
             if column is not None:
                 column[self.steps] = 0
             return
+
         if not isinstance(value, Tensor):
             value = np.asarray(value)
         if column is not None and column.dtype != value.dtype:
@@ -194,6 +209,7 @@ class Window:
                 self._set(key, column.to(torch.promote_types(column.dtype, to_torch(value).dtype)))
             else:
                 self._set(key, column.astype(np.promote_types(column.dtype, np.asarray(value).dtype)))
+
         self.put((key,), (value,))
 
     def put_final(self, key: NestedKey, envs: Array, values: Array, step: int) -> None:
@@ -235,7 +251,10 @@ class Window:
             mask = np.ones((self.steps, self.num_envs), dtype=bool)
         else:
             dead = self.columns[DEAD][: self.steps]
-            mask = ~(dead.cpu().numpy() if isinstance(dead, Tensor) else dead)
+            if isinstance(dead, Tensor):
+                dead = dead.cpu().numpy()
+            mask = ~dead
+
         mask[0, : self.taken] = False
         return mask
 
@@ -255,6 +274,7 @@ class Window:
                 reached = self.num_envs
             else:
                 reached = int(in_last[wanted])
+
         mask[last, reached:] = False
         return mask, reached
 
@@ -265,6 +285,7 @@ class Window:
         left_out = self._not_gathered
         if compact or keys.strided:  # the state of the next row, or zeros
             left_out = left_out.union(map(next_key, keys.states))
+
         columns = {key: rows.of(key) for key in self.columns if key not in left_out}
         if self._tells_known:
             columns[NEXT_KNOWN] = (
@@ -272,28 +293,35 @@ class Window:
                 if self._unknown
                 else torch.ones(rows.count, dtype=torch.bool, device=self._device)
             )
+
         columns[DONE] = columns[TERMINATED] | columns[TRUNCATED]
         if self._agents is not None:
             cells = rows.cells
             agent, game = (numbers[cells % self.num_envs] for numbers in self._agents)
+
             # One number per game and vector step, with the writer bits of the trajectory ids.
             step = (cells // self.num_envs + self.before) * self._games + game
             writer = columns[keys.traj] >> ID_BITS << ID_BITS if keys.has_ids else 0
             columns |= {AGENT: agent, GAME: game, GAME_STEP: writer + step}
             columns[NUM_AGENTS] = self._count_agents()[cells // self.num_envs, game]
+
         if not keys.has_ids and self.num_envs > 1:
             # Without ids, nothing else separates a continuing row from the cut row of another env before it.
             starts = torch.from_numpy(np.diff(rows.host_cells % self.num_envs, prepend=-1) != 0)
             columns[keys.init] |= starts.to(self._device, non_blocking=True).unsqueeze(-1)
+
         next_obs = self._gather_next(rows, columns)
+
         for key in keys.deltas:
             column = next_obs.pop(key)
             delta = encode_delta(columns[key], column, keys.delta_dtype)
             check_delta(delta, columns[key], column, key)
             columns[*DELTA, *as_tuple(key)] = delta
+
         if not compact:
             columns |= {keys.next_of[key]: columns[key] + 1 for key in keys.counts}
             columns |= {keys.next_of[key]: column for key, column in next_obs.items()}
+
         batch = nest(columns, rows.count)
         if keys.strided:
             # Zero the states of rows that do not store theirs. The first rows of runs always store them.
@@ -302,7 +330,12 @@ class Window:
             for key in keys.states:
                 state = batch.get(key)
                 state.masked_fill_(~has_state.view(-1, *(1,) * (state.ndim - 1)), 0)
-        return batch, final_of(batch, keys, next_obs) if compact else None
+
+        if compact:
+            final = final_of(batch, keys, next_obs)
+        else:
+            final = None
+        return batch, final
 
     def take(self, key: NestedKey, mask: Array) -> Tensor:
         """Return a column's values in the True cells, in `lay_out`'s order; later steps may overwrite them."""
@@ -322,6 +355,7 @@ class Window:
         """Return the true next observation of each row; NaN or the row's own observation where the env hides it."""
         next_obs: dict[NestedKey, Tensor] = {}
         known = columns.get(NEXT_KNOWN) if self._unknown else None
+
         for key in self._keys.obs:
             if self._dense_finals:
                 column = rows.of(self._keys.next_of[key])
@@ -330,11 +364,13 @@ class Window:
                 column = rows.of(key, after=1)
                 if self._finals.get(key):
                     self._patch_finals(self._finals[key], rows, column)
+
             if known is not None and column.is_floating_point():
                 column.masked_fill_(~known.view(-1, *(1,) * (column.ndim - 1)), torch.nan)
             elif known is not None:
                 column = select(known, column, columns[key])
             next_obs[key] = column
+
         return next_obs
 
     def _patch_finals(self, finals: list[tuple[Array, Array]], of: "_Rows", gathered: Tensor) -> None:
@@ -349,6 +385,7 @@ class Window:
             row_of_cell[of.host_cells] = np.arange(of.count)
             rows = row_of_cell[numbers]
             rows, values = rows[rows >= 0], values[rows >= 0]
+
         if gathered.device.type == "cpu":
             gathered.numpy()[rows] = values  # torch cannot index unsigned integers
         else:
@@ -370,6 +407,7 @@ class Window:
         given = self._given
         self._given = set()
         kept_step = surplus_from < self.num_envs or keep
+
         for key in given:
             old = self.columns[key]
             # Old values need not be cleared: each step writes all columns except the loose ones.
@@ -377,12 +415,15 @@ class Window:
                 new = self._zeros(old[0])
             else:
                 new = _empty_like(old)
+
             if kept_step:
                 new[last] = old[last]
             self._set(key, new)
+
         if not kept_step:
             self._unknown = False
             return
+
         self.before -= 1
         for column in self.columns.values():
             column[0] = column[last]
@@ -390,6 +431,7 @@ class Window:
             for numbers, values in kept:
                 if len(numbers) and numbers[0] >= first:
                     self._finals.setdefault(key, []).append((numbers - first, values))
+
         self.steps = 1
         self.taken = surplus_from
 
@@ -403,11 +445,13 @@ class Window:
                 f"column {key!r} must be numbers with one row for each of {self.num_envs} envs, got "
                 f"{value.dtype} of shape {tuple(value.shape)}"
             )
+
         if key in self._keys.float32:  # values written later are cast
             if isinstance(value, Tensor):
                 value = value.float()
             else:
                 value = value.astype(np.float32)
+
         return self._set(key, self._zeros(value))
 
     def _set(self, key: NestedKey, column: Array) -> Array:
@@ -458,6 +502,7 @@ class _Rows:
             rows = self._transpose(key, column[after : after + window.steps])
         else:
             rows = None
+
         if rows is None:
             rows = self._gather(column, after)
         if rows.ndim == 1 and key in window._keys.trailing:
@@ -476,15 +521,22 @@ class _Rows:
                 return rows.clone()
             self._window._given.add(key)
             return rows
+
         shape = column.shape[2:]
         if self.count <= _FEW_ROWS:
             flat = column.swapaxes(0, 1).reshape(self.count, *shape)
-            return torch.from_numpy(flat.copy() if np.may_share_memory(flat, column) else flat)
+            if np.may_share_memory(flat, column):
+                owned = flat.copy()
+            else:
+                owned = flat
+            return torch.from_numpy(owned)
+
         if shape and column[0, 0].nbytes != 16:
             return None
         like = torch.from_numpy(column)
         if shape:  # move each value as one 16-byte number: [steps, E]
             like = torch.from_numpy(column.reshape(*column.shape[:2], -1).view(np.complex128)[..., 0])
+
         rows = like.T.flatten()
         if rows.data_ptr() == like.data_ptr():
             rows = rows.clone()
@@ -497,18 +549,21 @@ class _Rows:
         window = self._window
         trailing = column.shape[2:]
         further = after * window.num_envs
+
         if not isinstance(column, Tensor):
             # [room, E, ...] -> [room * E, ...]; -1 is not possible where a row has no numbers.
             flat = column.reshape(len(column) * window.num_envs, *trailing)
             if self.count <= _FEW_ROWS:
                 return torch.from_numpy(flat.take(self.host_cells + further, 0))
             column = torch.from_numpy(column)
+
         cells = self.cells + further if further else self.cells
         if column.is_contiguous():
             flat = column.flatten(0, 1)
         else:  # env-major: [E, room, ...] in memory
             flat = column.transpose(0, 1).flatten(0, 1)
             cells = cells % window.num_envs * len(column) + cells // window.num_envs
+
         out = _empty(flat, len(cells), *trailing)
         return torch.index_select(flat, 0, cells, out=out)
 
@@ -533,9 +588,14 @@ def final_of(batch: TensorDict, keys: ColumnKeys, next_obs: dict[NestedKey, Tens
     """Return the *final* of a compact batch: the next observations that no later row holds."""
     ends = run_ends(batch, is_init_key=keys.init, traj_key=keys.traj)
     known = batch.get(NEXT_KNOWN, None)
-    rows = (ends if known is None else ends & known).nonzero().squeeze(-1)
+    if known is None:
+        cut = ends
+    else:
+        cut = ends & known
+    rows = cut.nonzero().squeeze(-1)
     columns: dict[NestedKey, Tensor] = {"row": rows}
     columns |= {next_key(key): column.index_select(0, rows) for key, column in next_obs.items()}
+
     return nest(columns, len(rows))
 
 

@@ -43,7 +43,9 @@ class Memory:
     def __init__(self, size: int) -> None:
         if not isinstance(size, int) or not 1 <= size < 2**63:
             raise ValueError(f"size must be at least 1 byte, got {size!r}")
+
         descriptor = _anonymous_file(size)
+
         try:
             os.ftruncate(descriptor, size)
             self._open(descriptor)
@@ -87,6 +89,7 @@ def _anonymous_file(size: int) -> int:
         if size > free:
             raise MemoryError(f"{size:,} bytes of shared memory were requested, {free:,} are free")
         return os.memfd_create("flatroll")  # only a label in /proc
+
     with tempfile.TemporaryFile(prefix="flatroll") as file:
         disk = os.fstatvfs(file.fileno())
         free = disk.f_bavail * disk.f_frsize
@@ -144,7 +147,10 @@ class Table:
             except TypeError:
                 raise ValueError(f"column {key!r} has data type {name}, which cannot be shared") from None
             made[key] = BlockColumn(name, tuple(values.shape[1:]))
-        return Table(count if rows is None else rows, made)
+
+        if rows is None:
+            rows = count
+        return Table(rows, made)
 
 
 def dtype_name(values: Any) -> str:
@@ -157,6 +163,7 @@ def row_count(columns: Mapping[Key, Any]) -> int:
     counts = {key: len(values) if values.ndim else None for key, values in columns.items()}
     if len(set(counts.values())) != 1 or None in counts.values():
         raise ValueError(f"columns must have the same number of rows, got {counts}")
+
     (count, *_) = counts.values()
     assert count is not None
     return count
@@ -165,7 +172,11 @@ def row_count(columns: Mapping[Key, Any]) -> int:
 @cache
 def _numpy_dtype(name: str) -> "np.dtype[Any]":
     """Return NumPy's dtype of this name; bfloat16 is viewed as 16-bit integers."""
-    dtype = np.dtype("uint16" if name == "bfloat16" else name)
+    if name == "bfloat16":
+        stored = "uint16"
+    else:
+        stored = name
+    dtype = np.dtype(stored)
     if dtype.kind not in "biufc":  # bool, integers, floats, complex numbers
         raise TypeError
     return dtype
@@ -197,10 +208,12 @@ class Block:
             raise TypeError(f"tables must be a list of Table, got {type(tables).__name__}")
         if not isinstance(slots, int):
             raise TypeError(f"slots must be an integer, got {slots!r}")
+
         self.tables = tuple(tables)
         self.slots = slots
         if slots < 1 or any(table.rows < 0 for table in self.tables):
             raise ValueError(f"slots must be at least 1 and rows at least 0, got {slots} and {self.tables}")
+
         self._offsets: list[dict[Key, int]] = []  # of each table: offsets of its columns in a slot
         end = 0
         for table in self.tables:
@@ -210,8 +223,13 @@ class Block:
                 end += table.rows * prod(column.shape) * _numpy_dtype(column.dtype).itemsize
                 end = -(-end // _ALIGNMENT) * _ALIGNMENT  # rounded up
             self._offsets.append(offsets)
+
         self._slot_bytes = end
-        self.memory = Memory(max(1, end * slots)) if memory is None else memory
+        if memory is None:
+            self.memory = Memory(max(1, end * slots))
+        else:
+            self.memory = memory
+
         if self.memory.size < end * slots:
             raise ValueError(
                 f"{slots} slots of {end} bytes do not fit into {self.memory.size} bytes of memory"
@@ -235,12 +253,14 @@ class Block:
             shape = (self.tables[table].rows, *column.shape)
             dtype = getattr(torch, column.dtype)
             count = self._size(table, column)
+
             # frombuffer refuses empty memory
             made[key] = (
                 torch.frombuffer(self.memory.map, dtype=dtype, count=count, offset=start).view(shape)
                 if count
                 else torch.empty(shape, dtype=dtype)
             )
+
         return made
 
     def _size(self, table: int, column: BlockColumn) -> int:
@@ -250,6 +270,7 @@ class Block:
         """Key, column and first byte of each column of a table."""
         if not 0 <= slot < self.slots:
             raise IndexError(f"slot {slot} is out of range: there are {self.slots} slots")
+
         start = slot * self._slot_bytes
         columns = self.tables[table].columns
         offsets = self._offsets[table]

@@ -80,6 +80,7 @@ class Channel:
             data = pickle.dumps((kind, content))  # a fifth of the cost of cloudpickle
             self._write(memoryview(_HEADER.pack(len(data), 0) + data), [])
             return
+
         written = _Message(_HEADER.size)
         pickler = MessagePickler(written)
         pickler.dump((kind, content))
@@ -97,6 +98,7 @@ class Channel:
         while data:
             if self._socket.fileno() < 0:
                 raise Closed("this channel is closed")
+
             try:
                 sent = (
                     socket.send_fds(self._socket, [data], descriptors)
@@ -105,7 +107,11 @@ class Channel:
                 )
             except BlockingIOError:
                 poll = select.poll()
-                poll.register(self._socket, select.POLLOUT | (0 if self._ended else select.POLLIN))
+                if self._ended:
+                    reads = 0
+                else:
+                    reads = select.POLLIN
+                poll.register(self._socket, select.POLLOUT | reads)
                 if any(event & select.POLLIN for _, event in poll.poll()):
                     self.feed()
             except (BrokenPipeError, ConnectionResetError):
@@ -129,10 +135,12 @@ class Channel:
         while (message := self.pop(*kinds)) is None:
             if self._ended:
                 raise Closed("the other end of the channel is closed")
+
             left = None if deadline is None else deadline - monotonic()
             if not self.wait(left):
                 raise TimeoutError(f"no message of kind {kinds} came within {timeout} s")
             self.feed()
+
         if len(kinds) == 1:
             return message[1]
         return message
@@ -149,14 +157,23 @@ class Channel:
         """Wait at most ``timeout`` seconds for data or the end of the channel."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
-        return bool(poll.poll(None if timeout is None else max(0, timeout) * 1000))
+        if timeout is None:
+            milliseconds = None
+        else:
+            milliseconds = max(0, timeout) * 1000
+        return bool(poll.poll(milliseconds))
 
     def feed(self, once: bool = False) -> None:
         """Read available data without waiting; with ``once`` by one system call, which may leave some for later."""
         while not self._ended:
             try:
+                if once:
+                    size = _FEW
+                else:
+                    size = _CHUNK
+
                 data, descriptors, flags, _ = socket.recv_fds(
-                    self._socket, _FEW if once else _CHUNK, _MOST_DESCRIPTORS, _CLOSE_ON_EXEC
+                    self._socket, size, _MOST_DESCRIPTORS, _CLOSE_ON_EXEC
                 )
             except BlockingIOError:
                 return
@@ -164,6 +181,7 @@ class Channel:
                 data = b""
                 descriptors = []
                 flags = 0
+
             for descriptor in descriptors:
                 os.set_inheritable(descriptor, False)
             self._descriptors.extend(descriptors)
@@ -172,6 +190,7 @@ class Channel:
             if not data:
                 self._ended = True
                 return
+
             self._bytes += data
             self._take_messages()
             if once:
@@ -184,12 +203,16 @@ class Channel:
             end = _HEADER.size + size
             if len(self._bytes) < end:
                 return
+
             data = self._bytes[_HEADER.size : end]
             del self._bytes[:end]
             descriptors = [self._descriptors.popleft() for _ in range(count)]
-            self._messages.append(
-                _Unpickler(io.BytesIO(data), descriptors).load() if count else pickle.loads(data)
-            )
+
+            if count:
+                message = _Unpickler(io.BytesIO(data), descriptors).load()
+            else:
+                message = pickle.loads(data)
+            self._messages.append(message)
 
     @property
     def ended(self) -> bool:
@@ -294,11 +317,13 @@ class Door:
             _, descriptors, _, _ = socket.recv_fds(self._socket, 16, 1, _CLOSE_ON_EXEC)
         except OSError:
             return None
+
         for descriptor in descriptors:  # at most one: the buffer has no room for more
             os.set_inheritable(descriptor, False)
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 return descriptor
             os.close(descriptor)
+
         return None
 
     def fileno(self) -> int:
@@ -351,10 +376,15 @@ class MessagePickler(cloudpickle.Pickler):
     def persistent_id(self, obj: Any) -> tuple[str, int] | None:
         if type(obj) not in (Memory, Channel, Door):
             return None
+
         places = [place for place, known in enumerate(self.passed) if known is obj]
         if not places:
             self.passed.append(obj)
-        return type(obj).__name__, places[0] if places else len(self.passed) - 1
+        if places:
+            place = places[0]
+        else:
+            place = len(self.passed) - 1
+        return type(obj).__name__, place
 
 
 _OPENED: dict[str, Callable[[int], Memory | Channel | Door]] = {

@@ -52,6 +52,7 @@ class Outbox:
     def __init__(self, channel: Channel, slots: int = 2) -> None:
         if not isinstance(slots, int) or slots < 1:
             raise ValueError(f"slots must be at least 1, got {slots!r}")
+
         self._channel = channel
         self._slots = slots
         self._block: Block | None = None
@@ -74,13 +75,20 @@ class Outbox:
         """
         rows = [row_count(table) if table else 0 for table in tables]
         while (freed := self._channel.pop(FREE)) or self._under_way == self._slots:
-            self.take_back(*(freed[1] if freed else self._channel.receive(FREE)))
+            if freed:
+                message = freed[1]
+            else:
+                message = self._channel.receive(FREE)
+            self.take_back(*message)
+
         if not self._fits(tables, rows):
             self._lay_out(tables, rows)
+
         slot = self._free.pop()
         for table, count, places in zip(tables, rows, self._tensors[slot], strict=True):
             for key, values in table.items():
                 places[key][:count].copy_(values)
+
         self._under_way += 1
         self._channel.send(WINDOW, (self._number, slot, rows, note))
         self.place = self._number, slot
@@ -94,6 +102,7 @@ class Outbox:
     def _fits(self, tables: "tuple[Mapping[Key, torch.Tensor], ...]", rows: list[int]) -> bool:
         if self._block is None or len(tables) != len(self._block.tables):
             return False
+
         return all(
             not table
             or (
@@ -113,9 +122,23 @@ class Outbox:
         known = () if self._block is None else self._block.tables
         laid_out = []
         for place, (table, count) in enumerate(zip(tables, rows, strict=True)):
-            before = known[place] if place < len(known) else Table(0, {})
-            room = max(before.rows, count + count // 2 if 0 < before.rows < count else count)
-            laid_out.append(Table.like(table, room) if table else before)
+            if place < len(known):
+                before = known[place]
+            else:
+                before = Table(0, {})
+
+            if 0 < before.rows < count:
+                grown = count + count // 2
+            else:
+                grown = count
+            room = max(before.rows, grown)
+
+            if table:
+                made = Table.like(table, room)
+            else:
+                made = before
+            laid_out.append(made)
+
         self._block = Block(laid_out, self._slots)
         self._tensors = [
             [self._block.tensors(slot, place) for place in range(len(tables))] for slot in range(self._slots)
@@ -205,19 +228,23 @@ class Inbox:
             self._room = [table.rows for table in block.tables]
             self._views = [list(zip(self._room, tables, strict=True)) for tables in self._tensors]
             return None
+
         number, slot, rows, note = content
         if number != self._number or not 0 <= slot < len(self._tensors):
             raise ValueError(
                 f"slot {slot} of block {number} was announced, but the memory is block {self._number} with "
                 f"{len(self._tensors)} slots"
             )
+
         views = self._views[slot]
+
         for place, (count, room) in enumerate(zip(rows, self._room, strict=True)):
             if not 0 <= count <= room:
                 raise ValueError(f"{count} rows were announced, more than the slot has room for")
             if count != views[place][0]:
                 table = self._tensors[slot][place]
                 views[place] = count, {key: values[:count] for key, values in table.items()}
+
         return Window(self, [dict(table) for _, table in views], note, (number, slot))
 
     def give_back(self, place: tuple[int, int]) -> None:
@@ -260,13 +287,19 @@ class _Packer(cloudpickle.Pickler):
         if isinstance(obj, torch.Tensor):
             if obj.layout is not torch.strided or obj.is_meta or obj.is_quantized or obj.is_nested:
                 return None
+
             kind = "tensor" if obj.ndim else "number"
-            self.tensors.append(obj.detach() if obj.ndim else obj.detach().reshape(1))
+            if obj.ndim:
+                tensor = obj.detach()
+            else:
+                tensor = obj.detach().reshape(1)
+            self.tensors.append(tensor)
         elif type(obj) is np.ndarray and obj.dtype.kind in "biufc" and hasattr(torch, obj.dtype.name):
             kind = "array" if obj.ndim else "array of one"
             self.tensors.append(torch.from_numpy(np.array(obj, obj.dtype.newbyteorder("="), ndmin=1)))
         else:
             return None
+
         return len(self.tensors) - 1, kind
 
     def reducer_override(self, obj: Any) -> Any:

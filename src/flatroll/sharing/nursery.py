@@ -124,6 +124,7 @@ class Nursery:
             raise ValueError(f'start_method must be "fork", "spawn" or None, got {start_method!r}')
         if num_threads < 1:
             raise ValueError(f"num_threads must be at least 1, got {num_threads}")
+
         self.start_method = start_method or ("fork" if sys.platform == "linux" else "spawn")
         self.num_threads = num_threads
         need_descriptors(_OF_A_START)
@@ -149,9 +150,11 @@ class Nursery:
         """
         need_descriptors(_OF_A_START)
         number = next(self._numbers)
+
         # The helper confirms the start before anything is sent to the worker, so the worker reads while this
         # process writes.
         worker = self._helper.start(number, name or f"worker {number}")
+
         try:
             worker.channel.send(RUN, (function, arguments, self.num_threads))
         except Closed:  # it is dead already; receive() raises
@@ -162,10 +165,12 @@ class Nursery:
             culprits = [part for part, value in parts.items() if not _can_be_pickled(value)]
             if not culprits:
                 raise
+
             raise TypeError(
                 f"{' and '.join(culprits)} cannot be sent to a process, because pickling fails: {error}. Create "
                 "such objects in the worker, in a function that is sent instead"
             ) from error
+
         self._workers.append(worker)
         return worker
 
@@ -203,13 +208,16 @@ class Nursery:
         waiting = self.workers if workers is None else tuple(workers)
         deadline = None if timeout is None else monotonic() + timeout
         others = list(also)
+
         while not (ready := [worker for worker in waiting if worker.has_news()]):
             left = None if deadline is None else deadline - monotonic()
             if not waiting or (left is not None and left <= 0):
                 break
+
             sources: list[Any] = [source for worker in waiting for source in worker.sources()]
             if set(others) & set(wait_for_any([*sources, *others], left)):
                 return [worker for worker in waiting if worker.has_news()]
+
         return ready
 
     def end(self, workers: "Iterable[Worker]", timeout: float = 5.0) -> None:
@@ -220,6 +228,7 @@ class Nursery:
         """
         if not self._helper.is_mine():
             return
+
         ending = list(workers)
         deadline = monotonic() + timeout
         for worker in ending:
@@ -254,6 +263,7 @@ class Worker:
     def __init__(self, helper: "_Helper", number: int, name: str, channel: Channel, report: Channel) -> None:
         self.name = name
         self.channel = channel
+
         #: The helper's report of the worker's exit; ready for reading once it has exited.
         self.report = report
         #: Its process id.
@@ -278,6 +288,7 @@ class Worker:
                 self._helper.forget(self._number)
             elif self.report.ended:
                 self._helper.kill_what_is_left(self._number)
+
         return self.report.ended
 
     def has_unread(self) -> bool:
@@ -323,14 +334,17 @@ class Worker:
                 ended = self.has_ended()
                 self.channel.feed()
                 message = self.channel.pop(*(kinds and (*kinds, FAILED)))
+
             if message is not None and message[0] != FAILED:
                 if len(kinds) == 1:
                     return message[1]
                 return message
+
             if message is not None:
                 message[1].throw(f"{self.name} (pid {self.pid})")
             if ended:
                 raise WorkerDied(f"{self.name} (pid {self.pid}) {self._exit_status()}")
+
             left = None if deadline is None else deadline - monotonic()
             if left is not None and left <= 0:
                 raise TimeoutError(
@@ -345,6 +359,7 @@ class Worker:
         if code >= 0:
             return f"ended with status {code}"
         names = {each.value: f": {each.name}" for each in signal.Signals}  # real-time signals have none
+
         return f"was killed by signal {-code} ({signal.strsignal(-code)}{names.get(-code, '')})"
 
     def kill(self) -> None:
@@ -359,11 +374,17 @@ class _Helper:
         self._pids: dict[int, int] = {}  # pids of workers not known to have exited
         self._owner = os.getpid()
         self._lock = RLock()  # held by the thread that writes to the helper, or waits until it is ready
+
         self._control, theirs = Channel.pair()
         try:
+            if fork:
+                helper_threads = 1
+            else:
+                helper_threads = threads
+
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-c", HELPER_PROGRAM, str(1 if fork else threads)),
+                    *(sys.executable, "-c", HELPER_PROGRAM, str(helper_threads)),
                     *map(str, (theirs.fileno(), self._owner, int(fork), len(preload))),
                     *(*preload, *sys.path),
                 ],
@@ -373,6 +394,7 @@ class _Helper:
             )
         finally:
             theirs.forget()
+
         self._ready = False
 
     def is_mine(self) -> bool:
@@ -385,6 +407,7 @@ class _Helper:
             raise RuntimeError(
                 f"this nursery belongs to process {self._owner}, which made it: make another one"
             )
+
         with self._lock:
             while not self._ready:
                 self._control.feed()
@@ -408,6 +431,7 @@ class _Helper:
         (ours, theirs) = Channel.pair()
         (report, reported) = Channel.pair()
         worker = Worker(self, number, name, ours, report)
+
         try:
             with self._lock:
                 self._control.send(START, (number, theirs, reported))
@@ -423,6 +447,7 @@ class _Helper:
         finally:
             for sent in (theirs, reported):
                 sent.forget()
+
         self._pids[number] = worker.pid
         return worker
 
@@ -449,6 +474,7 @@ class _Helper:
         """Stop the helper, which kills the workers. Does nothing in a forked copy of the owner."""
         if not self.is_mine():
             return
+
         self._control.close()
         if not self._ready:  # it may still be importing, and has no workers yet
             self.process.kill()

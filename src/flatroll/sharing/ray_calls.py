@@ -93,8 +93,10 @@ class RayCalls:
         self._started = False
         if self._ray.is_initialized():
             return
+
         given = {"logging_level": logging.WARNING, **(config or {})}
         joining = {name: value for name, value in given.items() if name not in _OF_STARTERS}
+
         try:
             if given.get("address") != "local":
                 self._ray.init(**{"address": "auto", **joining})
@@ -103,12 +105,14 @@ class RayCalls:
             # Ray's message if no cluster is named; if a named one does not answer, that is an error.
             if "address" in given or "any running Ray instance" not in str(error):
                 raise
+
         store = min(_LARGEST_DEFAULT_STORE, psutil.virtual_memory().available // 4)
         own = {
             "include_dashboard": False,
             "num_cpus": max(os.cpu_count() or 1, ceil(cpus)),
             "object_store_memory": store,
         }
+
         with _on_loopback():
             self._ray.init(**(own | given | {"address": "local"}))
         self._started = True
@@ -124,7 +128,9 @@ class RayCalls:
         options: dict[str, Any] = {} if returns == 1 else {"num_returns": returns}
         if group is not None:
             options["concurrency_group"] = group
-        return (function.options(**options) if options else function).remote(*arguments)
+        if options:
+            function = function.options(**options)
+        return function.remote(*arguments)
 
     def wait(self, references: Sequence[Any], timeout: float | None = None) -> list[Any]:
         return list(self._ray.wait(list(references), num_returns=1, timeout=timeout)[0])
@@ -137,7 +143,9 @@ class RayCalls:
             raise WorkerDied(f"the actor is gone: {error}") from error
         except errors.RayTaskError as error:  # not in `attempt`: arguments or results that cannot be pickled
             cause = error.cause
-            return Failure.of(cause if isinstance(cause, BaseException) else error, trace=str(error))
+            if not isinstance(cause, BaseException):
+                cause = error
+            return Failure.of(cause, trace=str(error))
 
     def put(self, value: Any) -> Any:
         return self._ray.put(value)
@@ -164,6 +172,7 @@ def import_ray() -> Any:
         raise ImportError(
             f"RayCollector and RayReplayBuffer need Ray ({error}): pip install 'flatroll[ray]'"
         ) from error
+
     return ray
 
 
@@ -178,6 +187,7 @@ def _on_loopback() -> Iterator[None]:
 
     name = "ENABLE_RAY_CLUSTER"
     before = getattr(ray_constants, name, None)
+
     try:
         if before:
             setattr(ray_constants, name, False)
@@ -198,6 +208,7 @@ def put_named(calls: Calls, **values: Any) -> list[Any]:
                 f"{name} cannot be sent to an actor, because pickling fails: {error}. Create such objects in the "
                 "actor, in a function that is sent instead"
             ) from error
+
     return references
 
 
@@ -240,6 +251,7 @@ def pack_batches(value: Any) -> Any:
         return tuple(map(pack_batches, value))
     if not isinstance(value, TensorDictBase):
         return value
+
     columns = {}
     dtypes = {}
     for key, entry in value.items(True, True, is_leaf=is_leaf_nontensor):
@@ -248,10 +260,12 @@ def pack_batches(value: Any) -> Any:
                 f"entry {key!r} is of type {type(entry).__name__}: only tensors go through Ray's object store, "
                 "leave it out or convert it to a tensor"
             )
+
         column = entry.detach().cpu()
         if column.dtype is torch.bfloat16:
             dtypes[key], column = column.dtype, column.view(torch.int16)
         columns[key] = column.numpy()
+
     return Packed(tuple(value.batch_size), columns, dtypes)
 
 
@@ -261,8 +275,13 @@ def unpack_batches(value: Any) -> Any:
         return tuple(map(unpack_batches, value))
     if not isinstance(value, Packed):
         return value
+
     batch = TensorDict({}, value.shape)
+
     for key, array in value.columns.items():
         column = torch.from_numpy(np.array(array))
-        batch.set(key, column.view(value.dtypes[key]) if key in value.dtypes else column)
+        if key in value.dtypes:
+            column = column.view(value.dtypes[key])
+        batch.set(key, column)
+
     return batch

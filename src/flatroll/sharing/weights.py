@@ -45,11 +45,17 @@ class SharedWeights:
     def __init__(self, state: "Mapping[str, torch.Tensor]") -> None:
         if not isinstance(state, Mapping):
             raise TypeError(f"state must be a state dict, got {type(state).__name__}")
+
         rows: dict[Key, torch.Tensor] = {
             name: _values(name, value).unsqueeze(0) for name, value in state.items()
         }
         header = Table.like({"": np.zeros((1, 2), np.int64)})
-        self._open(Block([header, Table.like(rows, rows=1) if rows else Table(1, {})], slots=2))
+
+        if rows:
+            table = Table.like(rows, rows=1)
+        else:
+            table = Table(1, {})
+        self._open(Block([header, table], slots=2))
         self._write(0, state)
 
     def _open(self, block: Block) -> None:
@@ -113,6 +119,7 @@ class SharedWeights:
             raise ValueError(
                 f"the weights have other names than the shared ones: missing {missing}, new {added}"
             )
+
         for name, copy in shared.items():
             value = _values(name, state[name])
             if value.shape != copy.shape or value.dtype != copy.dtype:

@@ -73,10 +73,12 @@ class Failure:
         """
         name = type(error).__name__
         ends = not isinstance(error, Exception)
+
         try:
             text = str(error)
         except Exception as other:  # its __str__ may raise anything
             text = f"(its text cannot be had: __str__ raised {type(other).__name__})"
+
         if trace is None:
             trace = "".join(format_exception(error))
         try:
@@ -92,11 +94,13 @@ class Failure:
         """Return the error itself; None if it cannot be unpickled, for example if its class cannot be imported."""
         if self.pickled is None:
             return None
+
         try:
             error = pickle.loads(self.pickled)
             same = type(error).__name__ == self.name and str(error) == self.text
         except Exception:  # an import fails, __init__ takes other arguments, __str__ raises
             return None
+
         if same and isinstance(error, Exception):
             return error
         return None
@@ -137,6 +141,7 @@ def run(channel: Channel) -> int:
     try:
         function, arguments, threads = channel.receive(RUN)
         torch: Any = sys.modules.get("torch")
+
         # Forked siblings inherit the same generator state and would all draw the same numbers.
         random.seed()
         np.random.seed()
@@ -155,6 +160,7 @@ def run(channel: Channel) -> int:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+
     return 0
 
 
@@ -173,6 +179,7 @@ def die_with(starter: int) -> None:
 
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
     if os.getppid() != starter:  # it exited before the call
         os._exit(1)
 
@@ -207,10 +214,12 @@ def run_helper(
         signal.signal(stop, lambda *_: sys.exit(1))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     helper = Helper(control, parent, fork)
+
     try:
         if fork:
             for name in preload:
                 importlib.import_module(name)
+
         end_watch()
         if fork:
             prepare_forks(preload)
@@ -235,6 +244,7 @@ def prepare_forks(preload: list[str]) -> None:
             f"{threads} threads run after {', '.join(preload)} were imported, and a fork would lose them: "
             'use start_method="spawn", or preload less'
         )
+
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         raise RuntimeError(
@@ -270,6 +280,7 @@ class Helper:
         self._reports: dict[int, Channel] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
+
         # The end of a child writes a byte into this pair, which wakes the loop.
         self._wake, self._waker = socket.socketpair()
         for end in (self._wake, self._waker):
@@ -277,6 +288,7 @@ class Helper:
         self._selector.register(self._wake, selectors.EVENT_READ)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+
         # Another child of the parent may hold a copy of the parent's end of the channel, so that the parent's
         # death does not close it.
         self._parent = death_of(parent)
@@ -289,16 +301,19 @@ class Helper:
             for key, _ in self._selector.select():
                 if key.fileobj is self._parent:
                     return
+
             with suppress(BlockingIOError):
                 self._wake.recv(4096)
             self._reap()
             self._control.feed()
+
             while message := self._control.pop():
                 kind, content = message
                 if kind == START:
                     self._start(*content)
                 elif content in self._pids:
                     kill_group(self._pids[content])
+
             if self._control.ended:
                 return
 
@@ -314,6 +329,7 @@ class Helper:
                 status = run(channel)
             finally:
                 os._exit(status)
+
         with suppress(ProcessLookupError, PermissionError):  # parent and child both do it
             os.setpgid(pid, pid)
         channel.forget()
@@ -331,6 +347,7 @@ class Helper:
             os.set_inheritable(channel.fileno(), True)
             arguments = [str(channel.fileno()), str(helper), *sys.path]
             os.execv(sys.executable, [sys.executable, "-c", WORKER_PROGRAM, *arguments])
+
         self._selector.close()
         self._wake.close()
         self._waker.close()
@@ -346,6 +363,7 @@ class Helper:
             # Checked without reaping it: until it is reaped, its pid cannot be reused.
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
+
             kill_group(pid)
             _, status = os.waitpid(pid, 0)
             del self._pids[number]
@@ -373,10 +391,12 @@ def death_of(pid: int) -> Any:
     if hasattr(os, "pidfd_open"):
         with suppress(OSError):  # an old kernel, a container that forbids it, or a process that has exited
             return open(os.pidfd_open(pid), "rb", buffering=0)
+
     if hasattr(select := importlib.import_module("select"), "kqueue"):
         queue = select.kqueue()
         event = select.kevent(pid, select.KQ_FILTER_PROC, select.KQ_EV_ADD, select.KQ_NOTE_EXIT)
         with suppress(OSError):
             queue.control([event], 0)
         return queue
+
     return None

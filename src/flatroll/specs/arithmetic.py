@@ -46,6 +46,7 @@ def whole_range(dtype: torch.dtype) -> tuple[int, int]:
         most = round(2 / torch.finfo(dtype).eps)
         return -most, most
     info = torch.iinfo(dtype)
+
     return info.min, info.max
 
 
@@ -79,9 +80,15 @@ def draw_between(limits: Limits, shape: torch.Size, whole: bool, generator: torc
     """
     low, high, bounded = limits
     uniform = torch.rand(shape, generator=generator, device=low.device, dtype=torch.float64)
+
     # A weighted sum of the limits: low + (high - low) * u would overflow for the widest bounds. Whole numbers
     # reach high because the floor is taken of numbers below high + 1.
-    drawn = low * (1 - uniform) + (high + 1 if whole else high) * uniform
+    if whole:
+        end = high + 1
+    else:
+        end = high
+    drawn = low * (1 - uniform) + end * uniform
+
     if not bounded:
         below = low.isfinite()
         above = high.isfinite()
@@ -89,6 +96,7 @@ def draw_between(limits: Limits, shape: torch.Size, whole: bool, generator: torc
         normal = torch.randn(shape, generator=generator, device=low.device).double()
         one_sided = torch.where(below, low + away, torch.where(above, high - away, normal))
         drawn = torch.where(below & above, drawn, one_sided)
+
     return (drawn.floor_() if whole else drawn).clamp_(low, high)
 
 

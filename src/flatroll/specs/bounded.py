@@ -49,8 +49,13 @@ class NumberSpec(TensorSpec):
 
     @override
     def _with_dtype(self, dtype: torch.dtype) -> Self:
-        new = self._copy_with(dtype=dtype, domain="discrete" if is_whole(dtype) else "continuous")
+        if is_whole(dtype):
+            domain = "discrete"
+        else:
+            domain = "continuous"
+        new = self._copy_with(dtype=dtype, domain=domain)
         new.__class__ = self._by_domain[new.domain]
+
         return new
 
 
@@ -99,6 +104,7 @@ class Bounded(NumberSpec, Ranged):
                 (bound.device for bound in (low, high) if isinstance(bound, Tensor) and not bound.is_meta),
                 None,
             )
+
         bounds = {name: _bound(name, value, dtype, device) for name, value in (("low", low), ("high", high))}
         if shape is None:
             if not any(bound.ndim for bound in bounds.values()):
@@ -107,7 +113,9 @@ class Bounded(NumberSpec, Ranged):
                     f"high={high!r}. Pass shape=() for one number"
                 )
             shape = np.broadcast_shapes(*(tuple(bound.shape) for bound in bounds.values()))
+
         self._set_up(shape, device, dtype, domain)
+
         for name, bound in bounds.items():
             try:
                 full = bound.expand(self._frame.shape)
@@ -115,15 +123,21 @@ class Bounded(NumberSpec, Ranged):
                 raise ValueError(
                     f"{name} must broadcast to shape {tuple(self.shape)}, got {tuple(bound.shape)}"
                 ) from error
+
             self._parameters[name] = shorten(full).clone()  # a copy: the caller may write to the original
+
         least = self.low
         most = self.high
         wrong = to_ordered(least) > to_ordered(most)
         if bool(wrong.any()):
             at = tuple(wrong.nonzero()[0].tolist())
+            if at:
+                place = f" at {list(at)}"
+            else:
+                place = ""
+
             raise ValueError(
-                f"low must not be above high, got {least[at].item()} and {most[at].item()}"
-                f"{f' at {list(at)}' if at else ''}"
+                f"low must not be above high, got {least[at].item()} and {most[at].item()}{place}"
             )
 
     @property
@@ -175,6 +189,7 @@ class Bounded(NumberSpec, Ranged):
                 low = low.masked_fill(self._parameters["open_below"], -torch.inf)
                 high = high.masked_fill(self._parameters["open_above"], torch.inf)
             limits = self._cache["draws"] = Limits.of(low, high)
+
         drawn = draw_between(limits, self._full_shape(shape), is_whole(self.dtype), generator)
         return drawn.to(self.dtype)
 
@@ -212,8 +227,14 @@ class Bounded(NumberSpec, Ranged):
         for name, bound in zip(("low", "high"), self._limits(), strict=True):
             numbers = bound.reshape(-1).tolist()
             least = min(numbers, default="[]")
+
             most = max(numbers, default="[]")
-            parts.append(f"{name}={least}" if least == most else f"{name}={least}..{most}")
+            if least == most:
+                limits = f"{name}={least}"
+            else:
+                limits = f"{name}={least}..{most}"
+            parts.append(limits)
+
         return parts
 
 
@@ -261,6 +282,7 @@ class Unbounded(NumberSpec):
         else:
             ends = (info(self.dtype).min, info(self.dtype).max)
         low, high = (torch.tensor(end, dtype=self.dtype, device=self.device) for end in ends)
+
         return Interval(low.expand(self._full_shape(())), high.expand(self._full_shape(())))
 
     @property
@@ -288,10 +310,12 @@ class Unbounded(NumberSpec):
         sizes = self._full_shape(shape)
         if not is_whole(self.dtype):
             return torch.randn(sizes, generator=generator, device=self.device, dtype=self.dtype)
+
         least, most = map(float, whole_range(self.dtype))
         if most > 2**16:
             least = 0.0 if least == 0 else -torch.inf
             most = torch.inf
+
         ends = (torch.tensor(end, device=self.device, dtype=torch.float64) for end in (least, most))
         return draw_between(Limits.of(*ends), sizes, True, generator).to(self.dtype)
 
@@ -311,6 +335,7 @@ class Unbounded(NumberSpec):
             value = value.nan_to_num(0.0, torch.inf, -torch.inf)
         if not is_whole(self.dtype):
             return value.to(self.dtype)
+
         space = self.space
         return BoundedDiscrete(space.low, space.high, dtype=self.dtype, shape=self._full_shape(())).closest(
             value
@@ -341,12 +366,20 @@ def _bound(name: str, value: Numbers | None, dtype: torch.dtype, device: torch.d
         raise ValueError(f"{name} must be given: a number, an array or a tensor")
     if dtype.is_complex:
         raise ValueError(f"dtype must be a real dtype, got {dtype}")
+
     # Floats as float64: torch would round them to float32, and 1e39 to inf. Only uint64 holds the largest ints.
     large = isinstance(value, int) and value >= 2**63
-    wide = torch.uint64 if large else (torch.float64 if isinstance(value, float) else None)
+    if large:
+        wide = torch.uint64
+    elif isinstance(value, float):
+        wide = torch.float64
+    else:
+        wide = None
+
     given = as_numbers(name, value, device, wide)
     if given.is_floating_point() and bool(given.isnan().any()):
         raise ValueError(f"{name} must not be NaN, got {value!r}")
+
     bound = given.to(dtype)
     # Floats may be rounded, but must stay finite; whole numbers must not change.
     changed = is_whole(dtype) and not torch.equal(bound.to(given.dtype), given)

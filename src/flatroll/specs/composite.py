@@ -57,8 +57,11 @@ class Composite(TensorSpec):
     ) -> None:
         if shape is not None and batch_size is not None:
             raise TypeError("shape and batch_size are two names of one argument: pass one of them")
+
         given = batch_size if shape is None else shape
-        super().__init__(() if given is None else given, None, device, None, "")
+        if given is None:
+            given = ()
+        super().__init__(given, None, device, None, "")
         self.data_cls = data_cls
         self.step_mdp_static = step_mdp_static
         self.names = names
@@ -67,6 +70,7 @@ class Composite(TensorSpec):
         self.of_tuple = False  # whether it describes a Gymnasium Tuple; its entries are then in order
         if len(args) > 1 or not all(isinstance(arg, Mapping | Composite) for arg in args):
             raise TypeError(f"Composite takes one dict of specs, or specs by name, got {args!r}")
+
         for entries in (*args, specs):
             for key, spec in entries.items():
                 self[key] = spec
@@ -94,13 +98,16 @@ class Composite(TensorSpec):
     def __setitem__(self, key: NestedKey, spec: SpecLike) -> None:
         if not is_key(key):
             raise TypeError(f"keys are strings or tuples of strings, got {key!r}")
+
         first, *rest = as_tuple(key)
         inner = self._specs.get(first)
         if rest and isinstance(inner, Composite):
             inner[tuple(rest)] = spec
             return
+
         self._check_unlocked()
-        self._specs[first] = self._as_entry(first, {tuple(rest): spec} if rest else spec)
+        entry = {tuple(rest): spec} if rest else spec
+        self._specs[first] = self._as_entry(first, entry)
 
     def _check_unlocked(self) -> None:
         if self._locked:
@@ -114,15 +121,18 @@ class Composite(TensorSpec):
             return None
         if not isinstance(spec, TensorSpec):
             raise TypeError(f"{key!r} must be a spec, a dict of specs or None, got {type(spec).__name__}")
+
         if self.device is not None and spec.device != self.device:
             if spec.device is not None:
                 raise RuntimeError(
                     f"{key!r} is on {spec.device}, and this Composite on {self.device}: move it by spec.to(device)"
                 )
             spec = spec.to(self.device)
+
         checked: TensorSpec = spec
         if spec.shape[: self.ndim] == self.shape and spec.batch_ndim >= self.ndim:
             return checked
+
         if spec.shape == self.shape[: spec.ndim]:
             if type(spec) is Composite:  # the dims apply to all its entries
                 wider = Composite(
@@ -135,9 +145,15 @@ class Composite(TensorSpec):
             if isinstance(spec, NonTensor):
                 checked = spec[(..., *(None,) * (self.ndim - spec.ndim))].expand(self.shape)
                 return checked
+
+        if spec.value_dims:
+            note = f", of which the last {spec.value_dims} belong to one value"
+        else:
+            note = ""
+
         raise ValueError(
             f"the shape of {key!r} must begin with that of the Composite, {tuple(self.shape)}, got {tuple(spec.shape)}"
-            f"{f', of which the last {spec.value_dims} belong to one value' if spec.value_dims else ''}: write "
+            f"{note}: write "
             "spec.expand(...)"
         )
 
@@ -145,6 +161,7 @@ class Composite(TensorSpec):
         """Return an entry for a key, else the spec of the indexed batch."""
         if not is_key(index):
             return super().__getitem__(index)
+
         first, *rest = as_tuple(index)
         entry = self._specs[first]
         if rest and not isinstance(entry, Composite):
@@ -188,6 +205,7 @@ class Composite(TensorSpec):
                 mine.update(spec)
                 spec = mine
             self[key] = spec  # also a merged one, because a stack returns a copy
+
         return self
 
     def __contains__(self, key: object) -> bool:
@@ -224,11 +242,14 @@ class Composite(TensorSpec):
                 leaf = not isinstance(spec, Composite)
             else:
                 leaf = is_leaf(type(spec))
+
             if include_nested and isinstance(spec, Composite):
                 inner = spec.items(True, leaves_only, is_leaf=is_leaf)
                 found += [((name, *as_tuple(key)), child) for key, child in inner]
+
             if leaf or not leaves_only:
                 found.append((name, spec))
+
         return found
 
     def keys(
@@ -273,14 +294,16 @@ class Composite(TensorSpec):
 
     def lock_(self, recurse: bool | None = True) -> Self:
         """Lock the spec and nested entries against changes."""
-        for spec in () if recurse is False else self._composites():
+        inner = () if recurse is False else self._composites()
+        for spec in inner:
             spec.lock_(recurse)
         self._locked = True
         return self
 
     def unlock_(self, recurse: bool | None = True) -> Self:
         """Allow changes again."""
-        for spec in () if recurse is False else self._composites():
+        inner = () if recurse is False else self._composites()
+        for spec in inner:
             spec.unlock_(recurse)
         self._locked = False
         return self
@@ -307,6 +330,7 @@ class Composite(TensorSpec):
             sizes = [1 if size == -1 else size for size in self.shape]
             named: Any = names
             names = operation(TensorDict({}, sizes, names=named)).names
+
         return self._map_entries(
             lambda spec: spec.map_dims(operation, dims), shape=shape, _frame=frame, _names=names
         )
@@ -315,6 +339,7 @@ class Composite(TensorSpec):
     def to(self, dest: torch.dtype | Device) -> Self:
         if dest is None:
             return self
+
         if isinstance(dest, torch.dtype):
             moved = {}
         else:
@@ -341,6 +366,7 @@ class Composite(TensorSpec):
         size = self._full_shape(shape)
         if self.data_cls is not None:
             return self.data_cls.from_dict(values, batch_size=size, device=self.device)
+
         if self._names is None:
             names = None
         else:
@@ -367,7 +393,12 @@ class Composite(TensorSpec):
         """Return whether each entry is present and in the domain; other entries are ignored. Never raises."""
         if not _is_mapping(value):
             return False
-        entries = value if isinstance(value, dict) else dict(value.items())
+
+        if isinstance(value, dict):
+            entries = value
+        else:
+            entries = dict(value.items())
+
         return all(
             spec is None or (name in entries and spec.is_in(entries[name]))
             for name, spec in self._specs.items()
@@ -378,16 +409,19 @@ class Composite(TensorSpec):
         """Describe which entry of a value is wrong, or return None."""
         if not _is_mapping(value):
             return f"a tensordict or a dict was expected, got {type(value).__name__}"
+
         for name, spec in self.present().items():
             entry = value.get(name, None)
             if entry is None:
                 return f"{name!r}: the key is missing"
+
             text = spec.problem(entry)
             if text is not None:
                 nested = isinstance(spec, Composite) and text.startswith(("'", "("))
                 if nested:
                     return _prefix(name, text)
                 return f"{name!r}: {text}"
+
         return None
 
     @override
@@ -405,6 +439,7 @@ class Composite(TensorSpec):
                 )
             if not spec.is_in(entry):
                 value[name] = spec.project(entry)
+
         return value
 
     @override
@@ -420,6 +455,7 @@ class Composite(TensorSpec):
         wrong = sorted(given - self._specs.keys() | present.keys() - given)
         if wrong:
             raise KeyError(f"the keys must be {sorted(present)}, got {sorted(given)}: {wrong} differ")
+
         encoded = {}
         for name, spec in present.items():
             try:
@@ -428,6 +464,7 @@ class Composite(TensorSpec):
                 raise OutsideSpecError(f"{name!r}: {error}") from error
             except ValueError as error:
                 raise ValueError(f"{name!r}: {error}") from error
+
         return self._fill((), encoded)
 
     @override
@@ -436,8 +473,13 @@ class Composite(TensorSpec):
         if key is not None:
             self[key].type_check(value, key)
             return
+
         for name, spec in self.present().items():
-            spec.type_check(value.get(name), None if isinstance(spec, Composite) else name)
+            if isinstance(spec, Composite):
+                entry = None
+            else:
+                entry = name
+            spec.type_check(value.get(name), entry)
 
     @override
     def to_numpy(self, value: Any, safe: bool | None = None) -> dict[str, Any]:

@@ -50,15 +50,19 @@ class Numbered(Ranged):
         if mask is None:
             self._parameters.pop("mask", None)
             return
+
         given = as_numbers("mask", mask, self.device)
         counts = self._counts()
         if given.dtype is not torch.bool:
             raise ValueError(f"the mask must be bool, got {given.dtype}")
+
         sizes = (*self._full_shape(())[: self._frame.ndim], sum(counts))
+
         try:
             short = shorten(given.expand(sizes), 1).clone()  # the caller may write to its own mask
         except RuntimeError as error:
             raise ValueError(f"the mask must broadcast to shape {sizes}, got {tuple(given.shape)}") from error
+
         for k, part in enumerate(short.split_with_sizes(counts, -1)):
             if not bool(part.any(-1).all()):
                 where = f" (in part {k})" if len(counts) > 1 else ""
@@ -73,7 +77,11 @@ class Numbered(Ranged):
 
     @override
     def _domain_text(self, index: tuple[int, ...]) -> str:
-        return super()._domain_text(index) + ("" if self.mask is None else " that the mask allows")
+        if self.mask is None:
+            ending = ""
+        else:
+            ending = " that the mask allows"
+        return super()._domain_text(index) + ending
 
     @override
     def _with_dtype(self, dtype: torch.dtype) -> Self:
@@ -128,7 +136,9 @@ class Categorical(Numbered):
     ) -> None:
         self.n = as_count("n", n)
         self.start = as_count("start", start, least=-(2**62))
-        super().__init__(() if shape is None else shape, Categories(self.n), device, dtype, "discrete")
+        if shape is None:
+            shape = ()
+        super().__init__(shape, Categories(self.n), device, dtype, "discrete")
         self._check_dtype(self.dtype)
         self.update_mask(mask)
 
@@ -160,12 +170,19 @@ class Categorical(Numbered):
         mask = self.mask
         if mask is None:
             return self.nth(draw_categories(self.n, self._full_shape(shape), self.device, generator))
-        return self.nth(draw_masked(mask, as_shape(() if shape is None else shape), generator))
+
+        if shape is None:
+            shape = ()
+        return self.nth(draw_masked(mask, as_shape(shape), generator))
 
     def nth(self, counted: Tensor) -> Tensor:
         """The values of categories counted from 0."""
         assert self.dtype is not None
-        return (counted + self.start if self.start else counted).to(self.dtype)
+        if self.start:
+            value = counted + self.start
+        else:
+            value = counted
+        return value.to(self.dtype)
 
     @override
     def closest(self, value: Tensor) -> Tensor:
@@ -197,6 +214,7 @@ class Categorical(Numbered):
                     "the mask differs within the batch: index the spec first, then list its values"
                 )
             counted = counted[rows[0]]
+
         return self.nth(counted).reshape(-1, *(1,) * self.ndim).expand(-1, *self._full_shape(()))
 
     def to_one_hot(self, value: Tensor, safe: bool | None = None) -> Tensor:
@@ -217,7 +235,11 @@ class Categorical(Numbered):
 
     @override
     def _repr_parts(self) -> list[str]:
-        parts = [f"n={self.n}", *([f"start={self.start}"] if self.start else [])]
+        if self.start:
+            start = [f"start={self.start}"]
+        else:
+            start = []
+        parts = [f"n={self.n}", *start]
         if self.mask is None:
             return parts
         return [*parts, "masked"]
@@ -293,12 +315,18 @@ class Encoded(TensorSpec):
         text = self._misfit(value)
         if text is not None or self.is_in(value):
             return text
+
         assert isinstance(value, Tensor)
         row = tuple((~self.to(value.device).allowed(value).all(-1)).nonzero()[0].tolist())
         if row:
-            where = f"at index {row[0] if len(row) == 1 else row} "
+            if len(row) == 1:
+                place = row[0]
+            else:
+                place = row
+            where = f"at index {place} "
         else:
             where = ""
+
         return f"{where}{self._domain_text(row)} was expected, got {value[row].tolist()}"
 
     @override
@@ -374,9 +402,12 @@ class OneHot(Encoded):
     ) -> None:
         n = as_count("n", n)
         flags(use_register=use_register)
-        sizes = as_shape((n,) if shape is None else shape)
+        if shape is None:
+            shape = (n,)
+        sizes = as_shape(shape)
         if not sizes or sizes[-1] != n:
             raise ValueError(f"the last dim of the shape must be n={n}, got shape {tuple(sizes)}")
+
         super().__init__(sizes, Categories(n), device, dtype, "discrete")
         self.categories = Categorical(n, sizes[:-1], device, mask=mask)
         self.use_register = use_register
@@ -413,13 +444,19 @@ class OneHot(Encoded):
     def encode(self, value: Any, *, ignore_device: bool = False) -> Tensor:
         if not self.use_register:
             return super().encode(value, ignore_device=ignore_device)
-        key = value.item() if isinstance(value, Tensor | np.generic) else value
+
+        if isinstance(value, Tensor | np.generic):
+            key = value.item()
+        else:
+            key = value
+
         if key not in self._register:
             if len(self._register) == self.n:
                 raise OutsideSpecError(
                     f"{key!r} would be category {self.n}, but there are only {self.n} categories"
                 )
             self._register[key] = len(self._register)
+
         return super().encode(self._register[key] + self.categories.start, ignore_device=ignore_device)
 
     @override
@@ -477,20 +514,26 @@ class MultiCategorical(Numbered):
         start: Numbers = 0,
     ) -> None:
         flags(remove_singleton=remove_singleton)
-        device = None if device is None else torch_device("device", device)
+        if device is not None:
+            device = torch_device("device", device)
         counts = as_numbers("nvec", nvec, device)
         counts = counts.reshape(1) if counts.ndim == 0 else counts
         if counts.numel() == 0 or not is_whole(counts.dtype) or bool((counts < 1).any()):
             raise ValueError(f"nvec must hold whole numbers of at least 1, got {shown(nvec)}")
+
         counts = counts.long()
-        sizes = as_shape(counts.shape if shape is None else shape)
+        if shape is None:
+            shape = counts.shape
+        sizes = as_shape(shape)
         if sizes[-1:] != counts.shape[-1:]:
             raise ValueError(
                 f"the last dim of the shape must be that of nvec, {counts.shape[-1]}, got shape {tuple(sizes)}"
             )
+
         super().__init__(sizes, None, device, dtype, "discrete")
         self.remove_singleton = remove_singleton
         full = (*self._frame.shape, sizes[-1])
+
         try:
             first = as_numbers("start", start, device).long().expand(full)
             self._parameters = {
@@ -501,6 +544,7 @@ class MultiCategorical(Numbered):
             raise ValueError(
                 f"nvec and start must broadcast to shape {tuple(sizes)}, got {tuple(counts.shape)} and {start!r}"
             ) from error
+
         self._check_dtype(self.dtype)
         self.update_mask(mask)
 
@@ -596,6 +640,7 @@ class MultiCategorical(Numbered):
         ]
         values = grid(parts).to(self.dtype)
         shape = self._full_shape(())
+
         return values.reshape(-1, *(1,) * (self.ndim - 1), shape[-1]).expand(-1, *shape)
 
     def to_one_hot(self, value: Tensor, safe: bool | None = None) -> Tensor:
@@ -624,7 +669,11 @@ class MultiCategorical(Numbered):
     def _repr_parts(self) -> list[str]:
         rows = self._rows("nvec")
         same = bool((rows == rows[0]).all())
-        parts = [f"nvec={rows[0].tolist() if same else rows.tolist()}"]
+        if same:
+            nvec = rows[0].tolist()
+        else:
+            nvec = rows.tolist()
+        parts = [f"nvec={nvec}"]
         if self.mask is None:
             return parts
         return [*parts, "masked"]
@@ -660,10 +709,14 @@ class MultiOneHot(Encoded):
         flags(use_register=use_register)
         if use_register:
             raise ValueError("use_register=True supports only one category per value: use OneHot")
+
         counts = as_numbers("nvec", nvec).long().reshape(-1)
         total = int(counts.sum())
         self._counts: list[int] = counts.tolist()
-        sizes = as_shape((total,) if shape is None else shape)
+        if shape is None:
+            shape = (total,)
+
+        sizes = as_shape(shape)
         if not sizes or sizes[-1] != total:
             raise ValueError(f"the last dim of the shape must be sum(nvec)={total}, got shape {tuple(sizes)}")
         super().__init__(sizes, None, device, dtype, "discrete")
@@ -727,12 +780,16 @@ class Binary(Ranged):
     ) -> None:
         if n is None and shape is None:
             raise TypeError("n or shape must be given")
+
         n = None if n is None else as_count("n", n)
-        sizes = as_shape(n if shape is None else shape)
+        if shape is None:
+            shape = n
+        sizes = as_shape(shape)
         last = sizes[-1] if sizes else 1
         self.n = as_count("n", last) if n is None else n
         if last != self.n:
             raise ValueError(f"the last dim of the shape must be n={n}, got shape {tuple(sizes)}")
+
         self.value_dims = min(1, len(sizes))
         self.by_shape = False  # whether the Gymnasium space is given by shape instead of n
         super().__init__(sizes, Categories(2), device, dtype, "discrete")
@@ -768,6 +825,7 @@ class Binary(Ranged):
 def as_count(name: str, value: SupportsIndex, least: int = 1) -> int:
     """A whole number from ``least`` to 2**62, or one of NumPy's or torch's, such as the ``n`` of a Gymnasium space."""
     try:
-        return whole_number(name, operator.index(value) if hasattr(value, "dtype") else value, least, 2**62)
+        number = operator.index(value) if hasattr(value, "dtype") else value
+        return whole_number(name, number, least, 2**62)
     except (TypeError, RuntimeError) as error:  # an array of several numbers
         raise TypeError(f"{name} must be an integer, got {shown(value)}") from error

@@ -50,6 +50,7 @@ class NonTensor(TensorSpec):
         self.example_data = example_data
         if batched is not None and feature_dims is not None:
             raise ValueError("batched and feature_dims mean the same: pass one of them")
+
         if batched is not None:
             flags(batched=batched)
         if feature_dims is not None:
@@ -76,6 +77,7 @@ class NonTensor(TensorSpec):
             isinstance(value, TensorDictBase) and not isinstance(value, NonTensorData | NonTensorStack)
         ):
             return f"data that are no tensor were expected, got {type(value).__name__}"
+
         wrapped = isinstance(value, NonTensorData | NonTensorStack)
         if wrapped and not self._fits(value.batch_size):
             return (
@@ -83,7 +85,13 @@ class NonTensor(TensorSpec):
             )
         if self._space is None or (wrapped and 0 in value.batch_size):
             return None
-        for item in _data(value) if wrapped else [value]:
+
+        if wrapped:
+            items = _data(value)
+        else:
+            items = [value]
+
+        for item in items:
             if not self._space.contains(item):
                 return f"a value of {self._space} was expected, got {item!r}"
         return None
@@ -93,8 +101,14 @@ class NonTensor(TensorSpec):
         """Draw from the space, or repeat the example; one draw for each element of the batch that has its own."""
         if self._space is None:
             return self._fill(shape, lambda: self.example_data)
-        seed = torch.randint(2**31, (), generator=generator, device=generator.device if generator else None)
+
+        if generator:
+            device = generator.device
+        else:
+            device = None
+        seed = torch.randint(2**31, (), generator=generator, device=device)
         self._space.seed(int(seed))
+
         return self._fill(shape, self._space.sample)
 
     @override

@@ -31,6 +31,7 @@ def as_shape(*shape: Shape, name: str = "shape") -> torch.Size:
         made = torch.Size([operator.index(size) for size in sizes])
     except (TypeError, RuntimeError) as error:
         raise TypeError(f"{name} must be an int or a sequence of ints, got {shown(sizes)}") from error
+
     if any(size >= 2**63 for size in made):
         raise ValueError(f"{name} must have dims below 2**63, got {tuple(made)}")
     return made

@@ -42,7 +42,11 @@ def as_spec(space: "spaces.Space[Any]", batch_size: Shape = (), device: Device =
     Categorical(shape=(), n=2, dtype=torch.int64)
     """
     batch = as_shape(batch_size, name="batch_size")
-    spec = _spec_of(space, None if device is None else torch_device("device", device))
+    if device is None:
+        place = None
+    else:
+        place = torch_device("device", device)
+    spec = _spec_of(space, place)
     if batch:
         return spec.expand(*batch, *spec.shape)
     return spec
@@ -57,6 +61,7 @@ def _spec_of(space: Any, device: Device) -> TensorSpec:
             )
         children = {names[key]: _spec_of(child, device) for key, child in space.spaces.items()}
         return Composite(children, device=device)
+
     if isinstance(space, spaces.Tuple):
         children = {str(i): _spec_of(child, device) for i, child in enumerate(space.spaces)}
         spec = Composite(children, device=device)
@@ -69,11 +74,13 @@ def _spec_of(space: Any, device: Device) -> TensorSpec:
         above = space.bounded_above
         if not below.any() and not above.any():
             return Unbounded(shape, device, dtype)
+
         low, high = (_as_bound(bound, dtype, device) for bound in (space.low, space.high))
         box = Bounded(low, high, shape, device, dtype)
         if is_whole(dtype) and not (below.all() and above.all()):
             return box.open_where(torch.from_numpy(~below), torch.from_numpy(~above))
         return box
+
     if isinstance(space, spaces.Discrete):
         return Categorical(int(space.n), (), device, as_dtype(space.dtype), start=int(space.start))
     if isinstance(space, spaces.MultiDiscrete):
@@ -116,32 +123,45 @@ def as_space(spec: TensorSpec) -> "spaces.Space[Any]":
         raise TypeError(
             "NumPy has no bfloat16, so Gymnasium spaces have none: call spec.to(torch.float32) first"
         )
+
     dtype: Any = None if spec.dtype is None else torch.empty(0, dtype=spec.dtype).numpy().dtype
     if isinstance(spec, Bounded | Unbounded):
         low, high = (end.cpu().numpy() for end in (spec.space.low, spec.space.high))
         below, above = spec.open_ends
-        return spaces.Box(-np.inf if below else low, np.inf if above else high, tuple(spec.shape), dtype)
+        least = -np.inf if below else low
+        most = np.inf if above else high
+        return spaces.Box(least, most, tuple(spec.shape), dtype)
+
     if isinstance(spec, Categorical):
         if not spec.shape:
             # int64 is the default; before Gymnasium 1.2.2 there is no dtype argument.
-            options = {} if dtype in (None, np.int64) else {"dtype": dtype}
+            if dtype in (None, np.int64):
+                options = {}
+            else:
+                options = {"dtype": dtype}
             return spaces.Discrete(spec.n, start=spec.start, **options)
         shape = tuple(spec.shape)
         return spaces.MultiDiscrete(np.full(shape, spec.n), dtype, start=np.full(shape, spec.start))
+
     if isinstance(spec, MultiCategorical):
         return spaces.MultiDiscrete(spec.nvec.cpu().numpy(), dtype, start=spec.start.cpu().numpy())
     if isinstance(spec, NonTensor) and isinstance(spec.space, spaces.Space) and not spec.shape:
         return spec.space
     if isinstance(spec, Binary | Encoded):
         named = spec.ndim != 1 or getattr(spec, "by_shape", False)
-        return spaces.MultiBinary(tuple(spec.shape) if named else spec.shape[0])
+        n = tuple(spec.shape) if named else spec.shape[0]
+        return spaces.MultiBinary(n)
     raise TypeError(f"no Gymnasium space holds the values of {spec!r}")
 
 
 def _as_bound(bound: np.ndarray[Any, Any], dtype: torch.dtype, device: Device) -> Any:
     """Return a bound as a tensor; a scalar if all entries are equal, to be expanded."""
     same = bound.size > 0 and bool((bound == bound.flat[0]).all())
-    return torch.as_tensor(np.array(bound.flat[0] if same else bound), dtype=dtype, device=device)
+    if same:
+        values = bound.flat[0]
+    else:
+        values = bound
+    return torch.as_tensor(np.array(values), dtype=dtype, device=device)
 
 
 def make_composite_from_td(
@@ -161,6 +181,7 @@ def make_composite_from_td(
     """
     expect("data", data, TensorDictBase, "a tensordict")
     flags(unsqueeze_null_shapes=unsqueeze_null_shapes, dynamic_shape=dynamic_shape)
+
     specs: dict[str, TensorSpec] = {}
     value: Any
     for key, value in data.items(is_leaf=is_entry):
@@ -177,4 +198,5 @@ def make_composite_from_td(
             if dynamic_shape and value.ndim > data.ndim:
                 shape = (*shape[:-1], -1)
             specs[key] = Unbounded(shape, value.device, value.dtype)
+
     return Composite(specs, shape=data.shape)

@@ -39,8 +39,10 @@ def stack(specs: Sequence[Any], dim: int = 0) -> Any:
         _, at = _stacked_shape(specs, dim)
         wider = specs[0].unsqueeze(at)
         return wider.expand(*wider.shape[:at], len(specs), *wider.shape[at + 1 :])
+
     composite = specs and isinstance(specs[0], Composite)
-    return (StackedComposite if composite else Stacked)(*specs, dim=dim)
+    kind = StackedComposite if composite else Stacked
+    return kind(*specs, dim=dim)
 
 
 class Parallel(TensorSpec):
@@ -79,17 +81,20 @@ class Parallel(TensorSpec):
         if dim >= dims:  # not reached by the operation, which may change the dims before it
             done: Any = [spec.map_dims(operation, dims) for spec in specs]
             return type(self)(*done, dim=dim + done[0].ndim - specs[0].ndim)
+
         inner = zip(*(spec._frame.shape[: dims - 1] for spec in specs), strict=True)
         sizes = [max(parts) for parts in inner]  # the largest size where they differ
         sizes.insert(dim, len(specs))
         numbers = torch.arange(len(specs)).reshape([-1 if d == dim else 1 for d in range(dims)])
         probe = operation(numbers.expand(sizes))
+
         # The dims of the result along which the number of the spec changes.
         along = [
             d
             for d in range(probe.ndim)
             if probe.shape[d] > 1 and bool((probe != probe.narrow(d, 0, 1)).any())
         ]
+
         if len(along) > 1 or probe.numel() == 0:
             raise ValueError(
                 f"a {type(self).__name__} of shape {tuple(self.shape)}, stacked along dim {dim}, cannot be "
@@ -106,6 +111,7 @@ class Parallel(TensorSpec):
             if at is None:
                 return wide
             index = (*(slice(None),) * along[0], at)
+
             return wide.map_dims(lambda t: t[index], probe.ndim)
 
         if not along:
@@ -116,6 +122,7 @@ class Parallel(TensorSpec):
                 return specs[number]
             return alone
         order = probe.movedim(along[0], 0).reshape(probe.shape[along[0]], -1)[:, 0].tolist()
+
         return stack([place(number, at) for at, number in enumerate(order)], along[0])
 
     @override
@@ -160,9 +167,11 @@ class Parallel(TensorSpec):
         if not hasattr(value, "unbind") or (value.ndim < self.ndim and not nested):
             came = tuple(value.shape) if hasattr(value, "unbind") else type(value).__name__
             return f"a value of shape {tuple(self.shape)} was expected, got {came}"
+
         parts = self._split_value(value)
         if len(parts) != len(self.specs):
             return f"{len(self.specs)} parts were expected along dim {self.dim}, got {len(parts)}"
+
         for number, (spec, part) in enumerate(zip(self.specs, parts, strict=True)):
             text = spec.problem(part)
             if text is not None:
@@ -173,10 +182,12 @@ class Parallel(TensorSpec):
     def project(self, value: Any) -> Any:
         if self.is_in(value):
             return value
+
         if isinstance(value, Tensor) and value.is_nested:
             added = 0
         else:
             added = value.ndim - self.ndim
+
         parts = zip(self.specs, self._split_value(value), strict=True)
         return self._join([spec.project(part) for spec, part in parts], self.dim + added)
 
@@ -189,6 +200,7 @@ class Parallel(TensorSpec):
             parts = value.unbind(self.dim)
         else:
             parts = list(value)
+
         if len(parts) != len(self.specs):
             raise ValueError(f"{len(self.specs)} values were expected, one for each spec, got {len(parts)}")
         encoded = [s.encode(p, ignore_device=ignore_device) for s, p in zip(self.specs, parts, strict=True)]
@@ -263,11 +275,13 @@ class Stacked(Parallel):
     def _join(self, parts: list[Any], dim: int) -> Any:
         if all(part.shape == parts[0].shape for part in parts):
             return torch.stack(parts, dim)
+
         sizes = [tuple(part.shape) for part in parts]
         if dim:
             raise ValueError(
                 f"values of sizes {sizes} can be stacked only along dim 0: draw from spec.unbind() instead"
             )
+
         try:
             return torch.nested.nested_tensor(parts, layout=torch.jagged)
         except RuntimeError as error:
@@ -377,7 +391,9 @@ def _stacked_shape(specs: Sequence[Any], dim: int) -> tuple[list[int], int]:
     """The shape of a stack, -1 where sizes differ, and the dim counted from the front."""
     if not specs:
         raise ValueError("specs must hold at least one spec")
+
     first = specs[0]
+
     for spec in specs[1:]:
         same = all(isinstance(s, Composite) for s in (first, spec)) or _kind(spec) is _kind(first)
         devices = {s.device for s in (first, spec) if s.device is not None}
@@ -385,10 +401,12 @@ def _stacked_shape(specs: Sequence[Any], dim: int) -> tuple[list[int], int]:
             raise ValueError(
                 f"specs to stack must have one class, dtype, device and number of dims, got {first!r} and {spec!r}"
             )
+
     at = dim + first.ndim + 1 if dim < 0 else dim
     if not 0 <= at <= first.batch_ndim:
         raise IndexError(f"dim must be in [0, {first.batch_ndim}] for specs of {first.ndim} dims, got {dim}")
     sizes = [size if all(s.shape[d] == size for s in specs) else -1 for d, size in enumerate(first.shape)]
+
     return [*sizes[:at], len(specs), *sizes[at:]], at
 
 
@@ -441,10 +459,12 @@ def consolidate_spec(
             consolidate_spec(part, *settings) if recurse_through_stack else part.clone()
             for part in spec.specs
         ]
+
         examples: dict[str, list[TensorSpec]] = {}
         for part in parts:
             for key, entry in part.present().items():
                 examples.setdefault(key, []).append(entry)
+
         for part in parts:
             for key, entries in examples.items():
                 if key not in part:
@@ -452,6 +472,7 @@ def consolidate_spec(
         spec = stack(parts, spec.dim)
     else:
         spec = spec.clone()
+
     if isinstance(spec, Composite) and recurse_through_entries:
         for key, entry in spec.present().items():
             if isinstance(entry, Composite):
@@ -466,6 +487,7 @@ def _empty_like(specs: list[TensorSpec], batch: torch.Size) -> TensorSpec:
         raise ValueError(f"specs of one key must be of one class, got {first!r} and others")
     if isinstance(first, Composite):
         return first.empty()
+
     outer = first.batch_ndim
     # Size 0 where the sizes differ; if none does, in the dims after the batch's.
     sizes = [

@@ -54,7 +54,12 @@ def as_dtype(dtype: DType) -> torch.dtype:
     """Convert a torch dtype, a name or a NumPy dtype to a torch dtype."""
     if isinstance(dtype, torch.dtype):
         return dtype
-    named = getattr(torch, dtype, None) if isinstance(dtype, str) else None
+
+    if isinstance(dtype, str):
+        named = getattr(torch, dtype, None)
+    else:
+        named = None
+
     if isinstance(named, torch.dtype):
         return named
     try:
@@ -104,6 +109,7 @@ class TensorSpec(ABC):
             self.device = self._default_device
         else:
             self.device = torch_device("device", device)
+
         self.dtype = None if dtype is None else as_dtype(dtype)
         self.domain = domain
         self._frame = frame_of(self.shape[: len(self.shape) - self.value_dims])
@@ -148,6 +154,7 @@ class TensorSpec(ABC):
             frame = frame.as_strided(sizes, (0,) * len(sizes))
         else:
             frame = operation(frame)
+
         shape = frame.shape
         if -1 in self.shape or ANY_LENGTH in shape:
             shape = with_any(shape)
@@ -160,12 +167,14 @@ class TensorSpec(ABC):
         shape, frame = self._map_shape(operation, dims)
         parameters: dict[str, Tensor] = {}
         behind = self._frame.ndim - dims
+
         for name, parameter in self._parameters.items():
             own = parameter.ndim - self._kept
             if own > behind:  # otherwise it is the same along all of these dims, before and after
                 full = parameter.expand((*self._frame.shape, *parameter.shape[own:]))
                 parameter = shorten(operation(full), self._kept)
             parameters[name] = parameter
+
         return self._copy_with(_frame=frame, shape=shape, _parameters=parameters)
 
     def _full(self, name: str) -> Tensor:
@@ -183,9 +192,11 @@ class TensorSpec(ABC):
                 own = f", and its last {self.value_dims} belong to one value"
             else:
                 own = ""
+
             raise IndexError(
                 f"{what} is not possible: {type(self).__name__} has shape {tuple(self.shape)}{own}"
             )
+
         return counted
 
     def _split(self, shape: torch.Size, what: str) -> torch.Size:
@@ -205,6 +216,7 @@ class TensorSpec(ABC):
         dims = self._frame.ndim
         new = len(outer) - dims  # -1 means any length in a new dim, and the current size in an existing one
         outer = torch.Size([ANY_LENGTH if size == -1 and d < new else size for d, size in enumerate(outer)])
+
         try:
             return self.map_dims(lambda tensor: tensor.expand((*outer, *tensor.shape[dims:])), dims)
         except RuntimeError as error:
@@ -246,6 +258,7 @@ class TensorSpec(ABC):
             drop = tuple(d for d, size in enumerate(self._frame.shape) if size == 1)
         else:
             drop = tuple(self._outer("squeeze", dim))
+
         full = tuple(
             0 if d in drop and size == 1 else slice(None) for d, size in enumerate(self._frame.shape)
         )
@@ -278,6 +291,7 @@ class TensorSpec(ABC):
         places = [place for place, item in enumerate(items) if item is Ellipsis]
         if free < 0 or len(places) > 1:
             self._outer(f"the index {index}", self.ndim)
+
         for place in places:
             items[place : place + 1] = [slice(None)] * free
         for item, used in zip(items, accumulate(map(dims_used, items), initial=0), strict=False):
@@ -287,6 +301,7 @@ class TensorSpec(ABC):
                     f"the index {index} takes a part of a dim of any length (-1), dim {used} of {tuple(self.shape)}: "
                     "take all of it (:) or one position of it"
                 )
+
         return tuple(items)
 
     def _open_dims(self) -> set[int]:
@@ -319,6 +334,7 @@ class TensorSpec(ABC):
             if dest == self.dtype:
                 return self
             return self._with_dtype(dest)
+
         device = torch.device(dest)
         if device == self.device:
             return self
@@ -337,7 +353,9 @@ class TensorSpec(ABC):
 
     def cuda(self, device: Device = None) -> Self:
         """The spec on a GPU."""
-        return self.to("cuda" if device is None else device)
+        if device is None:
+            device = "cuda"
+        return self.to(device)
 
     def clone(self) -> Self:
         """Return a copy with its own mask; parameters are shared."""
@@ -409,6 +427,7 @@ class TensorSpec(ABC):
             last = shape[len(shape) - self.ndim :]
         else:
             last = shape
+
         return last == self.shape or (
             len(last) == self.ndim
             and all(mine in (-1, size) for mine, size in zip(self.shape, last, strict=True))
@@ -447,15 +466,22 @@ class TensorSpec(ABC):
         text = self._misfit(value)
         if text is not None:
             return text
+
         assert isinstance(value, Tensor)
         allowed = self.to(value.device).allowed(value)
         if bool(allowed.all()):
             return None
+
         first = tuple((~allowed).nonzero()[0].tolist())
         if first:
-            where = f"at index {first[0] if len(first) == 1 else first} "
+            if len(first) == 1:
+                place = first[0]
+            else:
+                place = first
+            where = f"at index {place} "
         else:
             where = ""
+
         return f"{where}a value of {self._domain_text(first)} was expected, got {_short(value[first])}"
 
     def _domain_text(self, index: tuple[int, ...]) -> str:
@@ -474,6 +500,7 @@ class TensorSpec(ABC):
         """Return a value inside the spec unchanged, else the closest one inside, never NaN."""
         if self.is_in(value):
             return value
+
         dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
         if not dense or not self._fits(value.shape):
             raise ValueError(
@@ -504,11 +531,13 @@ class TensorSpec(ABC):
                 value = np.ascontiguousarray(value).reshape(np.shape(value))
             except (TypeError, ValueError, RuntimeError) as error:  # for example a ragged list
                 raise TypeError(f"value must be an array or a tensor, got {shown(value)}") from error
+
         given = as_numbers("value", value)
         if not ignore_device:
             given = given.to(self.device)
         tensor = self._fit_shape(self._cast(given))
         self.assert_is_in(tensor)
+
         return tensor
 
     def _cast(self, given: Tensor) -> Tensor:
@@ -516,11 +545,13 @@ class TensorSpec(ABC):
         assert self.dtype is not None
         if given.dtype is self.dtype:
             return given
+
         tensor = given.to(self.dtype)
         if is_whole(self.dtype):
             changed = not torch.equal(tensor.to(given.dtype), given)
         else:
             changed = None
+
         if changed is None:  # floats may be rounded, but must stay finite
             changed = bool((tensor.isinf() & ~given.isinf()).any())
         if changed:
@@ -571,6 +602,7 @@ class TensorSpec(ABC):
             return True
         if type(self) is not type(other) or not isinstance(other, TensorSpec):
             return False
+
         mine = self._parameters
         its = other._parameters
         return (
@@ -655,6 +687,7 @@ class Ranged(TensorSpec):
             if self._whole or is_whole(self.dtype):
                 numbers = numbers.round()
             numbers = numbers.clamp(low, high)  # in float64, for numbers that the dtype cannot hold
+
         return from_ordered(to_ordered(numbers.to(self.dtype)).clamp(*self._get_limits()), self.dtype)
 
     @override
@@ -691,4 +724,9 @@ def _short(value: Tensor) -> str:
     numbers = value.detach().reshape(-1)[:8].tolist()
     if value.numel() == 1:
         return str(numbers[0])
-    return f"[{', '.join(map(str, numbers))}{', ...' if value.numel() > 8 else ''}]"
+
+    if value.numel() > 8:
+        more = ", ..."
+    else:
+        more = ""
+    return f"[{', '.join(map(str, numbers))}{more}]"

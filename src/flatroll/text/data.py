@@ -49,6 +49,7 @@ class PromptData(TensorClass):
         prompt = places <= self.prompt_rindex.unsqueeze(
             -1
         )  # [B, L]; the index points to the last prompt token
+
         return PromptData(
             input_ids=self.input_ids.where(prompt, pad_token_id),
             attention_mask=prompt.to(torch.int64),
@@ -90,6 +91,7 @@ class PromptData(TensorClass):
             num_workers=num_workers,
             tokenizer=tokenizer,
         )
+
         data = loader.load()
         columns: dict[str, Any] = dict(data.items())
         return cls(**columns, labels=data["input_ids"], batch_size=data.batch_size)
@@ -153,12 +155,14 @@ class PairwiseDataset(TensorClass):
             num_workers=num_workers,
             tokenizer=tokenizer,
         )
+
         data = loader.load()
         half = len(data) // 2  # the chosen texts come first, then the rejected ones
         halves: list[dict[str, Any]] = [
             {key: column[part] for key, column in data.items()} for part in (slice(half), slice(half, None))
         ]
         chosen, rejected = (RewardData(**columns, batch_size=[half]) for columns in halves)
+
         return cls(chosen_data=chosen, rejected_data=rejected, batch_size=[half])
 
 
@@ -170,6 +174,7 @@ def _comparisons_as_texts(dataset: Any, min_words: int = 5) -> Any:
         if row["chosen"] != row["rejected"]
         and min(len(row["chosen"].split()), len(row["rejected"].split())) >= min_words
     ]
+
     if not pairs:
         raise ValueError(f"the data set has no pair of different texts with at least {min_words} words")
     chosen, rejected = zip(*pairs, strict=True)

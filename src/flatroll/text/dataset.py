@@ -67,6 +67,7 @@ class TokenizedDatasetLoader:
             function("pre_tokenization_hook", pre_tokenization_hook)
         if root_dir is not None:
             file_path("root_dir", root_dir)
+
         flags(from_disk=from_disk)
         whole_number("valid_size", valid_size, 0)
         if num_workers is not None:
@@ -75,12 +76,14 @@ class TokenizedDatasetLoader:
             raise TypeError(f"tokenizer must be a tokenizer of transformers, got {shown(tokenizer)}")
         if tokenizer is not None and (tokenizer_class is not None or tokenizer_model_name is not None):
             raise ValueError("pass either tokenizer=, or tokenizer_class and tokenizer_model_name")
+
         self.split = split
         self.max_length = max_length
         if from_disk:
             self.dataset_name = str(Path(dataset_name).absolute())
         else:
             self.dataset_name = dataset_name
+
         self.tokenizer_fn = tokenizer_fn
         self.pre_tokenization_hook = pre_tokenization_hook
         self.root_dir = Path(root_dir or Path.home() / ".cache/flatroll/text").absolute()
@@ -90,6 +93,7 @@ class TokenizedDatasetLoader:
         if tokenizer is None:
             source = tokenizer_class or _import_extra("transformers").AutoTokenizer
             tokenizer = source.from_pretrained(tokenizer_model_name or "gpt2")
+
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         self.tokenizer = tokenizer
@@ -122,6 +126,7 @@ class TokenizedDatasetLoader:
                 dataset = dataset[self.split]
         else:
             dataset = datasets.load_dataset(self.dataset_name, split=self.split)
+
         if self.split.startswith("valid"):
             dataset = dataset.select(range(min(self.valid_size, len(dataset))))
         if self.pre_tokenization_hook is None:
@@ -141,12 +146,14 @@ class TokenizedDatasetLoader:
             "max_length": self.max_length,
             "format": 1,
         }
+
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
     def _write(self, dataset: Any, folder: Path) -> None:
         """Tokenize into a temporary folder and rename it; if another process was first, use its result."""
         self.root_dir.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(dir=self.root_dir, prefix=".writing-"))
+
         try:
             tokenized = dataset.map(
                 self.tokenizer_fn(self.tokenizer, max_length=self.max_length, return_tensordict=False),
@@ -157,6 +164,7 @@ class TokenizedDatasetLoader:
                 new_fingerprint=folder.name,
                 desc="Tokenizing",
             ).with_format("numpy")
+
             columns = {key: torch.as_tensor(tokenized[:][key]) for key in tokenized.column_names}
             valid = columns.pop("valid_sample", torch.ones(len(tokenized), dtype=torch.bool)).bool()
             if not bool(valid.any()):
@@ -164,8 +172,10 @@ class TokenizedDatasetLoader:
                     f"no row of {self.dataset_name} is left: all texts are longer than max_length={self.max_length}, "
                     "or have no prompt"
                 )
+
             rows = {key: column if bool(valid.all()) else column[valid] for key, column in columns.items()}
             TensorDict(rows, [int(valid.sum())]).memmap(str(staging / "rows"))
+
             try:
                 os.rename(staging / "rows", folder)
             except OSError:
@@ -183,6 +193,7 @@ def tokenizer_state(tokenizer: Any) -> Any:
     else:
         state = json.loads(backend.to_str())
         rules = [{key: part for key, part in state.items() if key not in ("padding", "truncation")}]
+
     special = [tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.truncation_side]
     return [type(tokenizer).__name__, rules, special]
 
@@ -202,11 +213,13 @@ def create_infinite_iterator(iterator: Iterable[Any]) -> Iterator[Any]:
     """
     if not isinstance(iterator, Iterable) or (isinstance(iterator, torch.Tensor) and not iterator.ndim):
         raise TypeError(f"iterator must be a list or another iterable, got {shown(iterator)}")
+
     while True:
         empty = True
         for item in iterator:
             empty = False
             yield item
+
         if empty:
             raise ValueError(
                 "iterator is empty or exhausted: pass an iterable that is not empty and can be restarted"
@@ -255,6 +268,12 @@ def get_dataloader(
     whole_number("prefetch", prefetch, 0)
     torch_device("device", device)
     function("tensorclass_type.from_dataset", getattr(tensorclass_type, "from_dataset", None))
+
+    if tokenizer is None:
+        options = {}
+    else:
+        options = {"tokenizer": tokenizer}
+
     data = tensorclass_type.from_dataset(
         split=split,
         dataset_name=dataset_name,
@@ -262,8 +281,9 @@ def get_dataloader(
         root_dir=root_dir,
         from_disk=from_disk,
         num_workers=num_workers,
-        **({} if tokenizer is None else {"tokenizer": tokenizer}),
+        **options,
     )
+
     if len(data) < batch_size:
         raise ValueError(f"batch_size must be at most the {len(data)} rows of the data set, got {batch_size}")
 
@@ -278,6 +298,7 @@ def get_dataloader(
         prefetch=prefetch,
         transform=rows_of,
     )
+
     if infinite:
         return create_infinite_iterator(buffer)
     return buffer

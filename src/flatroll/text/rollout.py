@@ -97,23 +97,29 @@ class RolloutFromModel:
             function("kl_scheduler.update", getattr(kl_scheduler, "update", None))
         if generator is not None:
             expect("generator", generator, torch.Generator, "a torch.Generator or None")
+
         self.max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
         self.score_clip = float(number("score_clip", score_clip, least=0))
         self.kl_scheduler = kl_scheduler
         self.flat = flat
         self.kl_estimator: KLEstimator = kl_estimator
         self.eos_token_ids = _eos_of(model, eos_token_id)
+
         if pad_token_id is None:
             pad = _config_value(model, "pad_token_id")
         else:
             pad = pad_token_id
-        self.pad_token_id = _in_vocabulary(model, "pad_token_id", 0 if pad is None else pad)
+
+        if pad is None:
+            pad = 0
+        self.pad_token_id = _in_vocabulary(model, "pad_token_id", pad)
         self.generation_config = generation_config
         self.allow_off_policy = allow_off_policy
         if generation_config is not None and not hasattr(generation_config, "to_diff_dict"):
             raise TypeError(
                 f"generation_config must be a transformers.GenerationConfig, got {type(generation_config).__name__}"
             )
+
         if generation_config is not None:
             check_config(generation_config, model, max_new_tokens, allow_off_policy)
         self.generator = generator
@@ -154,8 +160,10 @@ class RolloutFromModel:
             config = self.generation_config
         else:
             check_config(config, self.model, self.max_new_tokens, self.allow_off_policy)
+
         prompts, mask = pad_left(batch.input_ids, lengths, self.pad_token_id)
         ends: dict[str, Any] = {"eos": self.eos_token_ids, "pad": self.pad_token_id}
+
         with evaluating(self.model, self.ref_model):
             log_probs: Tensor | None = None
             if config is None:
@@ -166,19 +174,23 @@ class RolloutFromModel:
                 tokens = generate_tokens(
                     self.model, prompts, mask, self.max_new_tokens, **ends, config=config
                 )
+
             real = _up_to_first(is_end(tokens, self.eos_token_ids))
             count = int(real.sum(1).max())  # length of the longest text
             whole = torch.cat([prompts, tokens[:, :count]], 1)
             whole_mask = torch.cat([mask, real[:, :count].to(mask.dtype)], 1)
+
             if log_probs is None or next(self.model.parameters()).dtype.itemsize < 4:
                 # In half precision, log-probs computed with a cache differ from those of a pass over the
                 # whole text, as in losses.
                 log_probs = torch.zeros(tokens.shape, device=tokens.device)
                 log_probs[:, :count] = token_log_probs(self.model, whole, whole_mask, count)
+
             log_ratio = torch.zeros_like(log_probs)
             log_ratio[:, :count] = log_probs[:, :count] - token_log_probs(
                 self.ref_model, whole, whole_mask, count
             )
+
         log_probs = log_probs.masked_fill(~real, 0.0)
         log_ratio = log_ratio.masked_fill(~real, 0.0)
         rows, length = batch.input_ids.shape
@@ -188,6 +200,7 @@ class RolloutFromModel:
             own, self.pad_token_id
         )
         generated.scatter_(1, self._places(lengths), tokens)
+
         return generated, log_probs.unsqueeze(-1), log_ratio
 
     @torch.no_grad()
@@ -245,10 +258,12 @@ class RolloutFromModel:
             marks = _marks(self.sequences.add(known, whole), lengths, text, step)
             after["observation"] = marks[OBSERVATION] + marks[OBSERVATION].new_tensor([0, 1])
             return TensorDict(own | marks | {NEXT: TensorDict(after, [len(row)], device)}, [len(row)], device)
+
         shape = real.shape
         after = {name: _spread(column, row, shape) for name, column in after.items()}
         now, then = _whole_texts(generated, lengths, counts, self.pad_token_id, shape[1])
         now |= {ACTION: action, "sample_log_prob": log_probs}
+
         return TensorDict(now | {"collector": {"mask": real}, NEXT: after | then}, shape, device)
 
     def step_scheduler(self) -> float:
@@ -264,6 +279,7 @@ class RolloutFromModel:
                 raise ValueError("step_scheduler needs a rollout since its last call")
             mean = sum(self._kls) / len(self._kls)
             self.kl_coef = self.kl_scheduler.update(kl=mean, n_steps=len(self._kls))
+
         self._kls.clear()
         return self.kl_coef
 
@@ -284,27 +300,32 @@ class RolloutFromModel:
                 self.reward_model(input_ids=ids, attention_mask=known.to(torch.int64))[-1]
                 for ids, known in ((generated, written), (batch.input_ids, batch.attention_mask))
             ]
+
         for score in both:
             if score.shape not in ((len(written),), (len(written), 1)):
                 raise ValueError(
                     f"reward_model must return (rewards, scores) with scores [{len(written)}], got {tuple(score.shape)}"
                 )
+
         score, own = (score.reshape(-1).to(generated.device, torch.float32) for score in both)
         if not bool((score - own).isfinite().all()):
             raise ValueError("reward_model returned a score that is not finite")
         gain: Tensor = score - own
+
         return gain.clamp(-self.score_clip, self.score_clip)
 
     def _prompt_lengths(self, batch: PromptData) -> Tensor:
         """Tokens of each prompt, int64 ``[B]``, checked."""
         if not hasattr(batch, "prompt_rindex"):
             raise TypeError(f"batch must be a PromptData, got {type(batch).__name__}")
+
         rindex = batch.prompt_rindex
         (rows, length) = batch.input_ids.shape
         if rindex.shape != (rows,) or rows == 0:
             raise ValueError(
                 f"prompt_rindex must have shape {(rows,)}, with at least one row, got {tuple(rindex.shape)}"
             )
+
         first, last = (int(index) for index in rindex.aminmax())
         if first < 0 or last >= length:
             raise ValueError(
@@ -314,6 +335,7 @@ class RolloutFromModel:
             batch.attention_mask.gather(1, rindex.unsqueeze(1)).all() and batch.attention_mask[:, 0].all()
         ):
             raise ValueError("prompts must be right-padded: attention_mask is 0 in the prompt of a row")
+
         most = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
         longest = last + 1 + self.max_new_tokens
         if most is not None and longest > most:
@@ -322,6 +344,7 @@ class RolloutFromModel:
                 f"of {longest} tokens, but the model reads at most {most}"
             )
         lengths: Tensor = rindex + 1
+
         return lengths
 
 
@@ -356,6 +379,7 @@ def _whole_texts(
     mask = place < known.unsqueeze(2)
     texts = {"input_ids": generated.unsqueeze(1).where(mask, pad), "attention_mask": mask}
     now = {key: column[:, :-1].clone() for key, column in texts.items()}
+
     return now, {key: column[:, 1:].clone() for key, column in texts.items()}
 
 
@@ -384,6 +408,7 @@ def _eos_of(model: object, eos: int | list[int] | None) -> list[int]:
             "eos_token_id is neither given nor in the model's configuration: pass tokenizer.eos_token_id, or [] if no "
             "token ends a text"
         )
+
     return [
         _in_vocabulary(model, "eos_token_id", token)
         for token in (list(eos) if isinstance(eos, (list, tuple)) else [eos])

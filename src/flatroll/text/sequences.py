@@ -66,10 +66,12 @@ class Sequences:
         _whole_numbers("tokens", tokens)
         if int(_whole_numbers("lengths", lengths, tokens.device).sum()) != len(tokens):
             raise ValueError(f"lengths sum to {int(lengths.sum())}, but there are {len(tokens)} tokens")
+
         known = len(self)
         self._tokens = torch.cat([self._tokens.to(tokens.device), tokens])
         bounds = self._bounds.to(tokens.device)
         self._bounds = torch.cat([bounds, bounds[-1] + lengths.cumsum(0)])
+
         return torch.arange(self._first + known, self._first + len(self), device=tokens.device)
 
     def forget(self, before: int | None = None) -> None:
@@ -83,6 +85,7 @@ class Sequences:
             stop = whole_number("before", before, -(2**63))
         count = min(max(stop - self._first, 0), len(self))
         start = self._bounds[count]
+
         # A clone, so that the memory of the dropped tokens is freed.
         self._tokens = self._tokens[int(start) :].clone()
         self._bounds = self._bounds[count:] - start
@@ -105,6 +108,7 @@ class Sequences:
         stop = self._bounds[places + 1].unsqueeze(1)
         if length is None:
             length = int((stop - start).max()) if len(numbers) else 0
+
         index = start + torch.arange(length, device=start.device)  # [K, length], indices into the flat tokens
         mask = index < stop
         tokens = self._tokens[index.clamp(max=len(self._tokens) - 1)].masked_fill(~mask, 0)
@@ -119,6 +123,7 @@ class Sequences:
         expect("state", state, Mapping, "the state_dict() of a Sequences table")
         if not state.keys() >= {"first", "tokens", "bounds"}:
             raise ValueError(f"state must have entries first, tokens and bounds, got {list(state.keys())}")
+
         bounds = _whole_numbers("state['bounds']", state["bounds"])
         dense_tensor("state['tokens']", state["tokens"])
         if int(bounds[-1]) != len(state["tokens"]) or int(bounds[0]) != 0 or bool((bounds.diff() < 0).any()):
@@ -136,10 +141,12 @@ class Sequences:
                 kept = f"{self._first} to {self._first + len(self) - 1}"
             else:
                 kept = "none"
+
             raise KeyError(
                 f"sequence {int(numbers[unknown.nonzero()[0, 0]])} is not in the table (kept: {kept}): it was "
                 "forgotten, or its row comes from another rollout"
             )
+
         return places
 
 
@@ -197,11 +204,13 @@ class TextModule(TensorDictModuleBase):
             raise ValueError(
                 f"batch[{self._in_key!r}] must be int64 of shape {[*batch.batch_size, 2]}, got {shown(observation)}"
             )
+
         number, length = observation.reshape(-1, 2).unbind(1)
         distinct, sequence = torch.unique(number, return_inverse=True)
         longest, shortest = (int(x) for x in (length.max(), length.min())) if len(length) else (1, 1)
         tokens, mask = self.sequences.padded(distinct, longest)
         logits = last_logits(self.model, longest - shortest + 1, input_ids=tokens, attention_mask=mask)
+
         # Logits are kept from position shortest - 1 on: a text of n tokens is read at index n - shortest.
         rows = logits[sequence, length - shortest]
         batch.set(self._out_key, rows.reshape(*batch.batch_size, *rows.shape[1:]))
@@ -226,6 +235,7 @@ def last_logits(model: nn.Module, count: int, **inputs: Tensor) -> Tensor:
         options["logits_to_keep"] = count
     if "use_cache" not in accepted:
         del options["use_cache"]
+
     with noted("In the model (model, ref_model) that reads the texts of a batch"):
         logits: Tensor = model(**inputs, **options).logits
     return logits[:, -count:]

@@ -61,6 +61,7 @@ class TensorDictTokenizer:
             raise ValueError(
                 "tokenizer has no pad token: set tokenizer.pad_token = tokenizer.eos_token, or pass padding=False"
             )
+
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.key = key
@@ -82,6 +83,7 @@ class TensorDictTokenizer:
             truncation=self.truncation,
             padding_side="right",
         )
+
         return {key: list(encoded[key]) for key in ("input_ids", "attention_mask")}
 
     def _result(self, columns: dict[str, list[Any]], single: bool) -> Any:
@@ -90,12 +92,14 @@ class TensorDictTokenizer:
             if single:
                 return {key: column[0] for key, column in columns.items()}
             return columns
+
         lengths = {len(row) for row in columns["input_ids"]}
         if len(lengths) > 1:
             raise ValueError(
                 f"texts of {min(lengths)} to {max(lengths)} tokens do not fit one tensor: pass "
                 'padding="max_length", or return_tensordict=False'
             )
+
         tensors = {
             key: torch.tensor(column, dtype=torch.bool if key == "valid_sample" else torch.int64)
             for key, column in columns.items()
@@ -158,10 +162,12 @@ class PromptTensorDictTokenizer(TensorDictTokenizer):
             raise ValueError(
                 f"{len(prompts)} texts in {self.key!r} do not match {len(labels)} in 'label': pass one for each text"
             )
+
         columns = self.columns([prompt + label for prompt, label in zip(prompts, labels, strict=True)])
         own = self.tokenizer(prompts, max_length=self.max_length, truncation=self.truncation)["input_ids"]
         columns["prompt_rindex"] = []
         columns["valid_sample"] = []
+
         for ids, mask, alone in zip(columns["input_ids"], columns["attention_mask"], own, strict=True):
             count = sum(mask)
             pairs = zip(ids[:count], alone, strict=False)
@@ -169,6 +175,7 @@ class PromptTensorDictTokenizer(TensorDictTokenizer):
             whole = count < self.max_length or ids[count - 1] == self.tokenizer.eos_token_id
             columns["prompt_rindex"].append(shared - 1)
             columns["valid_sample"].append(whole and shared > 0)
+
         return self._result(columns, isinstance(sample[self.key], str))
 
 
@@ -179,6 +186,7 @@ def _texts(sample: Mapping[str, Any], key: str) -> list[str]:
         raise KeyError(
             f"the example has no entry {key!r}: it has {', '.join(sorted(map(repr, sample.keys())))}"
         )
+
     value: str | Sequence[str] = sample[key]
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):

@@ -139,14 +139,17 @@ class FinalObservations:
     def __init__(self, base_name: str, params: Any) -> None:
         parent: Any = super()
         parent.__init__(base_name, params)
+
         agent: Any = self
         if not hasattr(agent, "get_values") or agent.has_central_value:
             raise TypeError(
                 f"FinalObservations is for A2CAgent and DiscreteA2CAgent without a central value, not for "
                 f"{type(self).__name__}"
             )
+
         if "value_bootstrap" not in agent.config:
             self.value_bootstrap = True  # also if the trainer has no default, and keeps None, which is off
+
         shaper = self.rewards_shaper
         self._worth: Any = 0.0  # [E, 1], bootstrap values of the last observations of the newest step
         self.rewards_shaper = lambda rewards: shaper(rewards) + self._worth
@@ -161,9 +164,11 @@ class FinalObservations:
         observations, rewards, dones, infos = parent.env_step(actions)
         if "final_obs" not in infos:
             raise KeyError("infos has no 'final_obs': make the env with flatroll.trainers.rl_games.register")
+
         # Without "time_outs" in infos, the agent adds no bootstrap value itself.
         time_outs = infos["time_outs"].to(rewards.device).unsqueeze(1)
         infos = {key: value for key, value in infos.items() if key != "time_outs"}
+
         self._worth = torch.zeros_like(rewards)
         if self.value_bootstrap and time_outs.any():
             agent: Any = self
@@ -175,4 +180,10 @@ class FinalObservations:
 
 def _as_float32(observations: Any) -> Any:
     """Return observations for rl_games: float64 as float32."""
-    return map_tree(lambda leaf: leaf.float() if leaf.dtype is torch.float64 else leaf, observations)
+
+    def cast(leaf: Tensor) -> Tensor:
+        if leaf.dtype is torch.float64:
+            return leaf.float()
+        return leaf
+
+    return map_tree(cast, observations)

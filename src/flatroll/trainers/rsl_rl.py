@@ -53,19 +53,25 @@ class FlatVecEnv(VecEnv):
         actions = adapted.single_action_space
         if not isinstance(actions, spaces.Box) or len(actions.shape) != 1:
             raise TypeError(f"rsl_rl needs a one-dimensional Box as action space, got {actions}")
+
         limit = max_episode_length or getattr(adapted.spec, "max_episode_steps", None)
         if limit is None:
             raise ValueError(
                 "max_episode_length is needed: the env's spec has no time limit. Use FlatVecEnv(env, "
                 "max_episode_length=...), which truncates episodes there"
             )
+
         # The counter also applies the limit, if one was given.
         self.env = StepCounter(adapted, max_steps=max_episode_length)
+
         self.num_envs = self.env.num_envs
         self.num_actions = int(actions.shape[0])
         self.max_episode_length = limit
-        self.cfg = {} if cfg is None else cfg
+        self.cfg = cfg
+        if cfg is None:
+            self.cfg = {}
         self.device = self.env.stream.capabilities.device
+
         observations, info = self.env.reset(seed=seed)
         self._observations = self._as_groups(observations)
         self.episode_length_buf = info["step_count"]
@@ -79,6 +85,7 @@ class FlatVecEnv(VecEnv):
         observations, reward, terminated, truncated, info = self.env.step(actions)
         self._observations = self._as_groups(observations)
         self.episode_length_buf = info["step_count"]
+
         extras = {
             "time_outs": (truncated & ~terminated).float(),
             "final_obs": self._as_groups(info.get("final_obs", observations)),
@@ -126,12 +133,14 @@ class FinalObservations:
             raise TypeError(
                 "FinalObservations does not support recurrent critics, whose states it would advance"
             )
+
         time_outs = extras["time_outs"].to(rewards.device)
         if time_outs.any():
             with torch.no_grad():
                 values = self.critic(extras["final_obs"].to(rewards.device)).squeeze(-1)
             # where(), not a product: values of other rows must not count, even if they are NaN.
             rewards = rewards + torch.where(time_outs > 0, self.gamma * values, 0.0)
+
         others = {key: value for key, value in extras.items() if key != "time_outs"}
         parent: Any = super()
         parent.process_env_step(obs, rewards, dones, others)

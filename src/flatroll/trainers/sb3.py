@@ -23,11 +23,8 @@ with trainer_imports("stable-baselines3", "2.7", "3", "sb3"):
 from flatroll.trainers.sb3_buffer import FlatReplayBuffer as FlatReplayBuffer
 
 Indices = None | int | Iterable[int]
-_PASSED_APART = {
-    "final_obs",
-    "final_observation",
-    "final_info",
-}  # SB3's names of info entries
+# SB3's names of info entries.
+_PASSED_APART = {"final_obs", "final_observation", "final_info"}
 
 
 class FlatVecEnv(VecEnv):
@@ -67,10 +64,12 @@ class FlatVecEnv(VecEnv):
             raise TypeError(
                 f"env is Stable-Baselines3's {type(env).__name__} already: pass it to the algorithm itself"
             )
+
         self.env = as_vector_env(env, autoreset="same_step", dtype=dtype, **options)
         stream = find_stream(self.env)
         assert stream is not None  # as_vector_env has made or found it
         self._stream = stream
+
         self._began = time.time()
         self._returns = np.zeros(self.env.num_envs)
         self._lengths = np.zeros(self.env.num_envs, np.int64)
@@ -92,28 +91,30 @@ class FlatVecEnv(VecEnv):
                 f"options must be the same for all envs, got {self._options}: a vector env takes one dict of "
                 "options"
             )
-        first = self._seeds[0]
-        counted = first is not None and self._seeds == list(range(first, first + self.num_envs))
+
         # A number s seeds row i with s + i. Passed as a number if possible, because some envs accept no list.
-        seeds: Any = (
-            None if self._seeds == [None] * self.num_envs else first if counted else list(self._seeds)
-        )
+        first = self._seeds[0]
+        seeds: Any = list(self._seeds)
+        if seeds == [None] * self.num_envs:
+            seeds = None
+        elif first is not None and seeds == list(range(first, first + self.num_envs)):
+            seeds = first
         observations, info = self.env.reset(seed=seeds, options=options or None)
+
         self._reset_seeds()
         self._reset_options()
-        self._returns[:] = self._lengths[:] = 0
+        self._returns[:] = 0
+        self._lengths[:] = 0
         self.reset_infos = split_info(info, range(self.num_envs))
         return map_tree(_numpy, observations)
 
     @override
     def step_async(self, actions: Any) -> None:
         """Keep the actions for `step_wait`."""
-        # SB3 samples these actions from a distribution that returns floats.
-        binary = isinstance(self.action_space, spaces.MultiBinary)
-        if binary:
+        self._actions = actions
+        if isinstance(self.action_space, spaces.MultiBinary):
+            # SB3 samples these actions from a distribution that returns floats.
             self._actions = np.asarray(actions, self.action_space.dtype)
-        else:
-            self._actions = actions
 
     @override
     def step_wait(self) -> Any:
@@ -123,22 +124,28 @@ class FlatVecEnv(VecEnv):
         terminations = _numpy(terminated)
         truncations = _numpy(truncated)
         dones = terminations | truncations
+
         self._returns += rewards
         self._lengths += 1
+
         infos = split_info(info, range(self.num_envs))
         ended = np.flatnonzero(dones).tolist()
         if ended:
             final = map_tree(_numpy, info["final_obs"])
             last = self._last_infos(info, ended)
+
             for i, row in zip(ended, last, strict=True):
                 self.reset_infos[i] = infos[i]
+
                 row = dict(row)
                 row["TimeLimit.truncated"] = bool(truncations[i] and not terminations[i])
                 row["terminal_observation"] = map_tree(lambda leaf, i=i: np.array(leaf[i]), final)
                 statistics = float(self._returns[i]), int(self._lengths[i]), time.time() - self._began
                 row.setdefault("episode", dict(zip("rlt", statistics, strict=True)))
                 infos[i] = row
-            self._returns[ended] = self._lengths[ended] = 0
+            self._returns[ended] = 0
+            self._lengths[ended] = 0
+
         return map_tree(_numpy, observations), rewards, dones, infos
 
     def _last_infos(self, info: dict[str, Any], ended: list[int]) -> list[dict[str, Any]]:
@@ -148,21 +155,21 @@ class FlatVecEnv(VecEnv):
         """
         final = info.get("final_info")
         if isinstance(final, dict):
+            rows = split_info(final, ended)
             told = info.get("_final_info")
             if told is None:
-                known = [True] * len(ended)
-            else:
-                known = _numpy(told)[ended].tolist()
-            rows = split_info(final, ended)
+                return rows
+            known = _numpy(told)[ended].tolist()
             return [row if is_known else {} for row, is_known in zip(rows, known, strict=True)]
+
         if not self._stream.resets_itself:
             return split_info(info, ended)
+
         # RecordEpisodeStatistics writes the step's entry beside those of the reset.
         around = layers(self._stream.source.env)
         names = [layer._stats_key for layer in around if hasattr(layer, "_stats_key")]
-        return split_info(
-            {key: info[key] for name in names for key in (name, f"_{name}") if key in info}, ended
-        )
+        of_step = {key: info[key] for name in names for key in (name, f"_{name}") if key in info}
+        return split_info(of_step, ended)
 
     @override
     def close(self) -> None:
@@ -182,6 +189,7 @@ class FlatVecEnv(VecEnv):
         rows = list(self._get_indices(indices))
         if (envs := self._single_envs()) is not None:
             return [envs[i].get_wrapper_attr(attr_name) for i in rows]
+
         if attr_name == "render_mode":
             return [self._stream.render_mode] * len(rows)
         self._check_attribute(attr_name)
@@ -223,6 +231,7 @@ class FlatVecEnv(VecEnv):
         rows = list(self._get_indices(indices))
         if (envs := self._single_envs()) is not None:
             return [envs[i].get_wrapper_attr(method_name)(*method_args, **method_kwargs) for i in rows]
+
         self._need_all(rows, f"env_method({method_name!r})")
         self._check_attribute(method_name)
         return list(self._stream.call(method_name, *method_args, **method_kwargs))
@@ -275,6 +284,7 @@ def split_info(info: dict[str, Any], rows: Sequence[int]) -> list[dict[str, Any]
     for key, value in info.items():
         if key in _PASSED_APART or (isinstance(key, str) and key.startswith("_") and key[1:] in named):
             continue
+
         values: Sequence[Any]
         if isinstance(value, dict):
             values = split_info(value, rows)
@@ -284,11 +294,13 @@ def split_info(info: dict[str, Any], rows: Sequence[int]) -> list[dict[str, Any]
             values = array.tolist() if array.ndim == 1 else list(array)
         else:
             values = [value] * len(rows)
+
         mask = info.get(f"_{key}")
         if mask is None:
             included = [True] * len(rows)
         else:
             included = _numpy(mask)[list(rows)].tolist()
+
         for row, one, is_included in zip(split, values, included, strict=True):
             if is_included:
                 row[key] = one

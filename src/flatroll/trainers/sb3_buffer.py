@@ -83,11 +83,14 @@ class NStepReturns:
         rewards = column.view(used.shape).numpy(force=True)
         if self.env is not None:
             rewards = self.env.normalize_reward(rewards)
+
         powers = self.gamma ** np.arange(self.look_ahead, dtype=np.float32)
         sums = (rewards * powers * used.numpy(force=True)).sum(1, keepdims=True)
+
         steps = used.sum(1, keepdim=True)
         last = ahead.gather(1, steps - 1).squeeze(1)
         changed = {**columns, **get(last, [key for key in columns if as_tuple(key)[0] == NEXT])}
+
         discounts = self.gamma ** steps.numpy(force=True).astype(np.float32)
         changed[REWARD] = torch.from_numpy(sums).to(column.device)
         changed[DISCOUNTS] = torch.from_numpy(discounts).to(column.device)
@@ -110,6 +113,7 @@ def n_step_returns(n_steps: int, gamma: float | None) -> NStepReturns | None:
     whole_number("n_steps", n_steps)
     if gamma is not None:
         number("gamma", gamma, least=0, most=1)
+
     if n_steps == 1:
         return None
     if gamma is None:
@@ -190,58 +194,65 @@ class FlatReplayBuffer(ReplayBuffer):
                 "optimize_memory_usage=True is not needed: FlatReplayBuffer already stores each observation "
                 "once, including the last ones of episodes, which SB3's option loses. Leave it out"
             )
+
         for name, space in (("observation_space", observation_space), ("action_space", action_space)):
             expect(name, space, spaces.Space, "a space of Gymnasium")
+
         if not (isinstance(device, str) and device == "auto"):
             torch_device("device", device)
         flags(compact=compact, handle_timeout_termination=handle_timeout_termination)
         if not callable(storage):
             file_path("storage", storage)
+            storage = partial(buffers.LazyMemmapStorage, scratch_dir=storage)
         whole_number("buffer_size", buffer_size)
+
         BaseBuffer.__init__(self, buffer_size, observation_space, action_space, device, n_envs)
-        self.buffer_size = steps = max(buffer_size // whole_number("n_envs", n_envs), 1)
+        steps = max(buffer_size // whole_number("n_envs", n_envs), 1)
+        self.buffer_size = steps
         self.optimize_memory_usage = False
         self.handle_timeout_termination = handle_timeout_termination
+
         parts: dict[NestedKey, spaces.Space[Any]] = {OBSERVATION: observation_space}
         self._names: list[str] = []  # names of the observations of a Dict space
         if isinstance(observation_space, spaces.Dict):
             self._names = list(observation_space)
             parts = {(OBSERVATION, name): observation_space[name] for name in self._names}
         self._observations = {key: self._entry(key, space) for key, space in parts.items()}
+        self._later = {key: next_key(key) for key in self._observations}
+
         if window is None:
             # Longer windows cost less: 64 steps, or 256 if rows are small and the buffer holds many.
             small = sum(
                 math.prod(entry.stored) * entry.dtype.itemsize for entry in self._observations.values()
             )
-            many = sampler is None and small <= 2048 and steps >= 16 * 256
-            if many:
+            window = min(steps, window_of(64 * n_envs, n_envs, None))
+            if sampler is None and small <= 2048 and steps >= 16 * 256:
                 window = 256
-            else:
-                window = min(steps, window_of(64 * n_envs, n_envs, None))
         if steps < whole_number("window", window):
             raise ValueError(
                 f"buffer_size={buffer_size} holds {steps} steps of {n_envs} envs, less than a window of {window}: "
                 f"make it {window * n_envs} or more, or pass a smaller window"
             )
+
         dtype = np.dtype(self._maybe_cast_dtype(action_space.dtype))
         self._action = Entry(
             "action", (n_envs, *(action_space.shape or ())), (n_envs, self.action_dim), dtype
         )
         self._n_step = n_step_returns(n_steps, gamma)
-        self._later = {key: next_key(key) for key in self._observations}
         discounts = [] if self._n_step is None else [DISCOUNTS]
         self._keys = (*self._observations, *self._later.values(), ACTION, REWARD, TERMINATED, *discounts)
-        make: Callable[..., buffers.Storage] = (
-            storage if callable(storage) else partial(buffers.LazyMemmapStorage, scratch_dir=storage)
-        )
+
         # A pickle stores an incomplete window, for which the ring drops a whole one: leave room for that.
         rows = -(-(steps + window - 1) // window) * window * n_envs
         options = self._encodings(frame_stack, codec)
-        self.flat = buffers.ReplayBuffer(storage=make(rows, compact_obs=compact, **options), sampler=sampler)
+        self.flat = buffers.ReplayBuffer(
+            storage=storage(rows, compact_obs=compact, **options), sampler=sampler
+        )
         for each in (self._n_step, transform):
             if each is not None:
                 self.flat.append_transform(each)
         self.writer = self.flat.writer_for(n_envs, window=window)
+
         self.last_info: dict[str, Tensor] | None = None if sampler is None else {}
         self._none = np.zeros(n_envs, np.bool_)
         self._loaded = False
@@ -265,6 +276,7 @@ class FlatReplayBuffer(ReplayBuffer):
                 options[name] = {(OBSERVATION, key): one for key, one in value.items()}
             elif value is not None:
                 options[name] = dict.fromkeys(self._observations, value)
+
         for key, frames in options.get("frame_stack", {}).items():
             whole_number("frame_stack", frames)
             shape = self._observations[key].stored[1:]
@@ -290,11 +302,19 @@ class FlatReplayBuffer(ReplayBuffer):
                 f"the step has {len(infos)} envs, but this buffer was made for n_envs={self.n_envs}: use it "
                 "with a model that has the same number of envs"
             )
+
         step: dict[NestedKey, Any] = {}
         for key, entry in self._observations.items():
-            now, later = (obs, next_obs) if isinstance(key, str) else (obs[key[1]], next_obs[key[1]])
-            step[key], step[self._later[key]] = entry.checked(now), entry.checked(later)
-        step[ACTION], step[REWARD] = self._action.checked(action), reward
+            now = obs
+            later = next_obs
+            if not isinstance(key, str):
+                now = obs[key[1]]
+                later = next_obs[key[1]]
+            step[key] = entry.checked(now)
+            step[self._later[key]] = entry.checked(later)
+        step[ACTION] = self._action.checked(action)
+        step[REWARD] = reward
+
         ended = np.asarray(done, np.bool_)
         timeouts = self._none
         if self.handle_timeout_termination:
@@ -304,9 +324,13 @@ class FlatReplayBuffer(ReplayBuffer):
                 ended = ended & ~timeouts
         step[TERMINATED] = ended
         step[TRUNCATED] = timeouts
+
         # Rows that do not continue the previous row, as after an early reset, begin a trajectory. The writer
         # detects them, except for the first row after a load.
-        step[IS_INIT] = self._find_abandoned(step) if self._loaded else self._none
+        step[IS_INIT] = self._none
+        if self._loaded:
+            step[IS_INIT] = self._find_abandoned(step)
+
         steps = self.writer.steps
         try:
             self.writer.write(step)
@@ -360,8 +384,10 @@ class FlatReplayBuffer(ReplayBuffer):
         """
         if self.last_info is None:
             return super().sample(batch_size, env)
+
         if self._n_step is not None:
             self._n_step.env = env
+
         if not len(self.flat):
             self.writer.flush()
         rows, self.last_info = self.flat.sample(batch_size, return_info=True)
@@ -372,9 +398,11 @@ class FlatReplayBuffer(ReplayBuffer):
         """The rows at these positions of SB3's ring, each of a random env."""
         if self._n_step is not None:
             self._n_step.env = env
+
         envs = np.zeros(len(batch_inds), np.int64)
         if self.n_envs > 1:  # with one env there is nothing to draw
             envs = np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
+
         # Position pos - 1 holds the newest step; going back around the ring, each earlier position holds the
         # step before.
         steps = self.writer.steps - 1 - (self.pos - 1 - batch_inds) % self.buffer_size
@@ -386,6 +414,9 @@ class FlatReplayBuffer(ReplayBuffer):
         discounts = columns.get(DISCOUNTS)
         if env is not None and discounts is None:
             rewards = torch.from_numpy(env.normalize_reward(rewards.numpy(force=True)))
+        if discounts is not None:
+            discounts = discounts.to(self.device)
+
         make: Any = DictReplayBufferSamples if self._names else ReplayBufferSamples
         return make(
             self._normalize([columns[key] for key in self._observations], env),
@@ -393,7 +424,7 @@ class FlatReplayBuffer(ReplayBuffer):
             self._normalize([columns[key] for key in self._later.values()], env),
             columns[TERMINATED].to(self.device, torch.float32),
             rewards.to(self.device),
-            discounts if discounts is None else discounts.to(self.device),
+            discounts,
         )
 
     def _normalize(self, values: list[Tensor], env: VecNormalize | None) -> Any:
@@ -406,6 +437,7 @@ class FlatReplayBuffer(ReplayBuffer):
             else:
                 arrays = {"": env.normalize_obs(arrays[""])}
             named = {name: torch.from_numpy(array) for name, array in arrays.items()}
+
         named = {name: value.to(self.device) for name, value in named.items()}
         if self._names:
             return named

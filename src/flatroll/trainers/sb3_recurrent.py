@@ -45,6 +45,7 @@ def unpadded(model: Model) -> Model:
     """
     buffer = getattr(model, "rollout_buffer", None)
     policy = getattr(model, "policy", None)
+
     if not isinstance(policy, RecurrentActorCriticPolicy):
         raise TypeError(
             f"model must be a sb3_contrib.RecurrentPPO with its policy, got {type(model).__name__}"
@@ -58,6 +59,7 @@ def unpadded(model: Model) -> Model:
         raise TypeError(
             f"{type(policy).__name__} has a _process_sequence of its own, which would not be called"
         )
+
     # The subclass keeps the buffer's arrays but reads them differently; pickling is unchanged.
     buffer.__class__ = _FLAT.get(type(buffer), type(buffer))
     changed: Any = policy
@@ -91,6 +93,7 @@ def process_sequence(
             features, lstm_states, episode_starts, lstm
         )
         return padded
+
     # The policy's LSTM is time-major, which must not matter for flat rows: make another LSTM with the same
     # parameters.
     sharing: Any = with_weights_of(nn.LSTM, lstm)
@@ -131,10 +134,14 @@ def flat_samples(buffer: Any, batch_inds: Any, env_change: Any, env: Any = None)
         return by_row
 
     kept = buffer.observations
-    is_dict = isinstance(kept, dict)
-    make: Any = RecurrentDictRolloutBufferSamples if is_dict else RecurrentRolloutBufferSamples
+    if isinstance(kept, dict):
+        make: Any = RecurrentDictRolloutBufferSamples
+        observations: Any = {key: rows(obs) for key, obs in kept.items()}
+    else:
+        make = RecurrentRolloutBufferSamples
+        observations = rows(kept)
     return make(
-        observations={key: rows(obs) for key, obs in kept.items()} if is_dict else rows(kept),
+        observations=observations,
         actions=rows(buffer.actions),
         old_values=rows(buffer.values).flatten(),
         old_log_prob=rows(buffer.log_probs).flatten(),

@@ -81,8 +81,10 @@ class FinalObservations:
                 "from the value before its step, and continue its return with the next episode. Use the agent without "
                 "_RNN, or flatroll's recurrent networks and PPO loss"
             )
+
         parent: Any = super()
         parent.__init__(*arguments, **named)
+
         if not getattr(self.cfg, "time_limit_bootstrap", True):
             raise ValueError(
                 f"{name} needs cfg.time_limit_bootstrap=True, got False, skrl's default: without it, the return of a "
@@ -110,12 +112,14 @@ class FinalObservations:
                     "infos has no 'final_obs' although an episode has ended: make the env with "
                     "flatroll.trainers.skrl.wrap_env"
                 )
+
             last = tensorize_space(
                 self.observation_space, infos["final_obs"], device=next_observations.device
             )
             flat: Any = flatten_tensorized_space(last)
             # A new tensor: the trainer continues from its own.
             next_observations = torch.where(ended, flat, next_observations)
+
         parent: Any = super()
         parent.record_transition(
             next_observations=next_observations,

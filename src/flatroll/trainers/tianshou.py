@@ -76,8 +76,10 @@ def to_batch(batch: TensorDictBase, *, final: TensorDictBase | None = None, cuts
         raise ValueError(
             f"batch must have batch size [N], got {list(batch.batch_size)}: join() concatenates the rows"
         )
+
     if batch.get(MASK, None) is not None:
         batch = batch[marker(batch, MASK)]
+
     marked = mark_cuts(batch)
     cut = marker(marked, DONE) & ~marker(batch, DONE)
     if cuts == "refuse" and cut.any():
@@ -85,6 +87,7 @@ def to_batch(batch: TensorDictBase, *, final: TensorDictBase | None = None, cuts
             f"{int(cut.sum())} runs of the batch are cut, the first at row {int(cut.nonzero()[0])}, and Tianshou would "
             "treat the next row as their next step: collect whole episodes (trajs_per_batch=), or cuts='mark'"
         )
+
     keys = _add_next_observations(marked, final)
     arrays = to_numpy(marked.select(*keys, *map(next_key, keys), ACTION), separator=_SEPARATOR)
     tree = _nest(arrays)
@@ -136,18 +139,22 @@ def to_buffer(
     >>> len(buffer), buffer.next(np.array([0, 4, 9])).tolist()
     (10, [1, 4, 9])
     """
-    batch = to_batch(
-        _trajectory_by_trajectory(rows) if isinstance(rows, ReplayBuffer) else rows, final=final, cuts=cuts
-    )
+    if isinstance(rows, ReplayBuffer):
+        rows = _trajectory_by_trajectory(rows)
+    batch = to_batch(rows, final=final, cuts=cuts)
+
     count = len(batch.rew)
-    if not count or (size is not None and count > size):
+    capacity = count if size is None else size
+    if not count or count > capacity:
+        given = "" if size is None else f", size={size}"
         raise ValueError(
-            f"there must be at least one row, and size must be at least the number of rows: got {count} rows"
-            + ("" if size is None else f", size={size}")
+            "there must be at least one row, and size must be at least the number of rows: "
+            f"got {count} rows{given}"
         )
+
     columns = ("obs", "act", "rew", "terminated", "truncated", "done", "obs_next")
     whole = peer.ReplayBuffer.from_data(*(batch[name] for name in columns))
-    buffer = peer.ReplayBuffer(count if size is None else size)
+    buffer = peer.ReplayBuffer(capacity)
     buffer.update(whole)  # unlike from_data, update() records the position of the newest row
     return buffer
 
@@ -190,16 +197,19 @@ def from_buffer(buffer: Any, *, writer: int = 0) -> TensorDict:
         raise TypeError(
             f"{type(buffer).__name__} rewrites goals when it is read: pass a plain buffer with the same rows"
         )
+
     slots = buffer.sample_indices(0)  # all slots, oldest first, one sub-buffer after another
     if not len(slots) or len(slots) < len(buffer):
         raise ValueError(
             f"buffer returns {len(slots)} of its {len(buffer)} rows: it must have rows, and sample_avail=False"
         )
+
     rows = buffer[slots]
     flags = {key: np.asarray(rows[key[-1]], np.bool_) for key in (TERMINATED, TRUNCATED, DONE)}
     reward = np.asarray(rows.rew)
     if reward.shape != (len(slots),):
         raise ValueError(f"buffer must have one reward for each row, got shape {reward.shape[1:]} per row")
+
     lane = np.searchsorted(buffer.subbuffer_edges, slots, side="right") - 1
     # Whether a row is the first of its sub-buffer, and whether it follows a done row.
     first, after_end = np.ones((2, len(slots)), np.bool_)
@@ -207,15 +217,18 @@ def from_buffer(buffer: Any, *, writer: int = 0) -> TensorDict:
     after_end[1:] = flags[DONE][:-1]
     full = np.bincount(lane, minlength=len(buffer.subbuffer_edges) - 1) == np.diff(buffer.subbuffer_edges)
     is_init = np.where(first, ~full[lane], after_end)
+
     batch = TensorDict({}, [len(slots)])
     for root, name in ((), "obs"), ((NEXT,), "obs_next"):
         for names, column in _columns(rows[name], name):
             names = names or (OBSERVATION,)
             batch.set((*root, column_name(names[0]), *names[1:]), column)
+
     for names, column in _columns(rows.act, "act"):
         batch.set((ACTION, *names), column)
     for key, flag in (*flags.items(), (IS_INIT, is_init)):
         batch.set(key, torch.from_numpy(flag).unsqueeze(-1))
+
     batch.set(REWARD, torch.from_numpy(reward.astype(np.float32)).unsqueeze(-1))
     ids = (first | after_end).cumsum() - 1 + (writer_number(writer) << ID_BITS)
     batch.set(TRAJ_IDS, torch.from_numpy(ids))
@@ -230,12 +243,14 @@ def _add_next_observations(batch: TensorDictBase, final: TensorDictBase | None) 
         keys = observation_keys(batch)
     else:
         keys = list(read_final(final).next)
+
     missing = [key for key in keys if batch.get(next_key(key), None) is None]
     if not keys or (missing and final is None):
         raise KeyError(
             f"batch has no next observations of {missing}: pass final=collector.final with a compact batch, or restore "
             "differences first, NextObservationDelta()(batch)"
         )
+
     known = batch.get(NEXT_KNOWN, None)
     if known is not None and bool((~known & ~marker(batch, TERMINATED)).any()):
         hidden = int((~known & ~marker(batch, TERMINATED)).nonzero()[0])
@@ -243,14 +258,17 @@ def _add_next_observations(batch: TensorDictBase, final: TensorDictBase | None) 
             f"row {hidden} was not terminated and its next observation is unknown, as the env hides it: "
             "collect from an env that reports final observations"
         )
+
     if missing:
         columns = {key: require(batch, key) for key in missing}
         given = read_final(final, missing)
+
         row = check_final(given, columns, len(batch))
         if not torch.equal(row, run_ends(batch).nonzero().squeeze(-1)):
             raise ValueError(
                 "final must have the next observation of the last row of each run, and of no other row"
             )
+
         for key, column in columns.items():
             batch.set(next_key(key), next_values(column, row, given.next[key]))
     return keys
@@ -261,12 +279,14 @@ def _trajectory_by_trajectory(buffer: ReplayBuffer) -> TensorDictBase:
     rows = buffer[:]
     if not isinstance(rows, TensorDictBase):
         raise TypeError("the buffer must store tensordicts, and its storage holds other items")
+
     rows = rows.reshape(-1)
     for key in (TRAJ_IDS, STEP_COUNT):
         if rows.get(key, None) is None:
             raise KeyError(
                 f"the buffer's rows need {key!r}: wrap the env in StepCounter, and let a Collector write them"
             )
+
     ids = rows.get(TRAJ_IDS)
     steps = flat_column(rows.get(STEP_COUNT), rows, STEP_COUNT)
     order = steps.argsort(stable=True)
@@ -274,6 +294,7 @@ def _trajectory_by_trajectory(buffer: ReplayBuffer) -> TensorDictBase:
     rows = rows[order]
     ids = ids[order]
     steps = steps[order]
+
     # Dropped rows leave gaps; a run must end there.
     gap = torch.ones(len(rows), dtype=torch.bool)
     gap[1:] = (ids[1:] != ids[:-1]) | (steps[1:] != steps[:-1] + 1)
@@ -301,6 +322,7 @@ def _columns(entry: Any, name: str) -> list[tuple[tuple[str, ...], Tensor]]:
             for key, value in entry.items()
             for names, column in _columns(value, f"{name}.{key}")
         ]
+
     if not isinstance(entry, torch.Tensor) and np.asarray(entry).dtype.kind not in "biufc":
         raise TypeError(f"{name} must hold numbers or bools, got {np.asarray(entry).dtype}")
     return [((), torch.as_tensor(entry))]

@@ -38,8 +38,9 @@ def specs(env: Any) -> Any:
     (2, torch.Size([4]))
     """
     adapted = as_vector_env(env)
-    observation = spec_of(adapted.single_observation_space)
-    found: Any = observation if isinstance(observation, Composite) else Composite({OBSERVATION: observation})
+    found: Any = spec_of(adapted.single_observation_space)
+    if not isinstance(found, Composite):
+        found = Composite({OBSERVATION: found})
     found[ACTION] = spec_of(adapted.single_action_space)
     return found
 
@@ -58,11 +59,13 @@ def spec_of(space: Any) -> Any:
         if space.is_bounded("both"):
             return Bounded(low, high, low.shape, dtype=low.dtype)
         return Unbounded(low.shape, dtype=low.dtype)
+
     if (
         isinstance(space, spaces.Discrete | spaces.MultiDiscrete)
         and (torch.as_tensor(space.start) != 0).any()
     ):
         raise TypeError(f"TorchRL's categorical specs start at 0, got {space}")
+
     if isinstance(space, spaces.Discrete):
         return Categorical(int(space.n), dtype=torch.int64)
     if isinstance(space, spaces.MultiDiscrete):

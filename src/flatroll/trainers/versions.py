@@ -48,6 +48,7 @@ def require_version(distribution: str, at_least: str, below: str) -> None:
         installed = version(distribution)
     except PackageNotFoundError:
         return
+
     if not _release(at_least) <= _release(installed) < _release(below):
         raise ImportError(
             f"{distribution}>={at_least},<{below} is supported, but version {installed} is installed"

@@ -51,6 +51,7 @@ class StateCounter:
         self._counts.set(new, {"count": torch.zeros_like(new)})
         if not len(states):
             return torch.zeros(batch.batch_size, dtype=torch.int64)
+
         counts = self._counts.column("count")
         counts.index_add_(0, states, torch.ones_like(states))
         return counts[states].reshape(batch.batch_size)
@@ -112,6 +113,7 @@ def first_of_state(batch: TensorDictBase, keys: Sequence[NestedKey] | NestedKey 
     """
     names = _of_state(keys)
     states = RowNumbers(names).insert(_columns_of(batch, names))
+
     # State numbers grow by one at each new state, so the running maximum grows exactly there.
     highest = states.cummax(0).values if len(states) else states
     new = torch.ones_like(states, dtype=torch.bool)
@@ -161,11 +163,17 @@ class CountSampler(RandomSampler):
         if self._drawn_from != now:
             self._weigh(ring)
             self._drawn_from = now
+
         # Row i is drawn if the number lies between the sum of the weights before it and that sum plus its own weight.
         at = torch.rand(batch_size, generator=generator, dtype=torch.float64) * self._sums[-1]
         ranks = torch.searchsorted(self._sums, at, right=True).clamp(max=len(self._sums) - 1)
         slots = self._slots[ranks]
-        return Draw(slots, follow=ring.follow(slots) if follow else None, version=version)
+
+        if follow:
+            following = ring.follow(slots)
+        else:
+            following = None
+        return Draw(slots, follow=following, version=version)
 
     @override
     def mark_update(self, ring: Ring, slots: Tensor) -> None:
@@ -184,6 +192,7 @@ class CountSampler(RandomSampler):
             raise KeyError(
                 f"the stored rows have no entry {missing[0]!r}; they have {', '.join(map(repr, columns)) or 'none'}"
             )
+
         states = RowNumbers(self.keys).insert(
             [columns[plain_key(key)].take(self._slots) for key in self.keys]
         )

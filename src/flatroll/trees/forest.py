@@ -112,8 +112,10 @@ class MCTSForest:
         for name, one in (("data_map", data_map), ("node_map", node_map)):
             if one is not None:
                 expect(name, one, TensorDictMap, "a TensorDictMap or None")
+
         self.done_keys = _named("done_keys", done_keys) or _DONE_KEYS
         self.reward_keys = _named("reward_keys", reward_keys) or ["reward"]
+
         # tensordict annotates `in_keys` with a wider type than keys have.
         of_nodes: list[Any] = [] if node_map is None else list(node_map.in_keys)
         of_data: list[Any] = [] if data_map is None else list(data_map.in_keys)
@@ -122,6 +124,7 @@ class MCTSForest:
             raise ValueError(
                 "data_map also needs observation_keys or node_map, to distinguish observations from actions"
             )
+
         of_data = [key for key in of_data if key not in self.observation_keys]
         self.action_keys = _named("action_keys", action_keys) or of_data or ["action"]
         self.excluded_keys = {plain_key(as_tuple(key)) for key in _named("excluded_keys", excluded_keys)}
@@ -130,20 +133,24 @@ class MCTSForest:
             raise ValueError(
                 f"excluded_keys must not name observations or actions, got {sorted(map(str, needed))}"
             )
+
         limits = {one.max_size for one in (data_map, node_map) if one is not None and one.max_size}
         if max_size is not None:
             limits.add(whole_number("max_size", max_size))
         if len(limits) > 1:
             raise ValueError(f"max_size and the maps' max_size must be equal, got {sorted(limits)}")
+
         self.max_size = limits.pop() if limits else None
         if node_map is None:
             self._state_columns = None
         else:
             self._state_columns = node_map.query_module.columns
+
         self._states = RowNumbers(["observation"])
         self._pairs = RowNumbers(["state", *self.action_keys])
         self._edges = RowNumbers(["pair", "target"])
         self._rows = GrowingColumns()
+
         # For each transition: source, target, pair, count, and the sum of its rewards; with spare capacity.
         self._numbers: Array = np.empty((4, 0), np.int64)
         self._rewards_of: Array = np.empty(0)
@@ -213,6 +220,7 @@ class MCTSForest:
         keys = self.observation_keys or observation_keys(rollout)
         columns = self._check_batch(rollout, keys, final)
         counts = [(numbers, len(numbers)) for numbers in (self._states, self._pairs, self._edges)]
+
         done = False
         try:
             self._insert(columns, keys)
@@ -221,6 +229,7 @@ class MCTSForest:
             if not done:
                 for numbers, count in counts:
                     numbers.truncate(count)
+
         self.observation_keys = keys
         self._graph = None
         if return_node and len(columns[self.action_keys[0]]):
@@ -240,6 +249,7 @@ class MCTSForest:
             raise ValueError("rollout must have a batch dimension, got a single row: use add()")
         if not keys:
             raise KeyError("rollout has no observation: name its entries by observation_keys=")
+
         for key in (*keys, *self.action_keys):
             require(rollout, key)
         columns = {
@@ -252,16 +262,19 @@ class MCTSForest:
         if get_entry(rollout, NEXT_KNOWN) is not None:
             seen = marker(rollout, NEXT_KNOWN).reshape(-1).cpu()
             known = seen if known is None else known & seen
+
         if get_entry(rollout, MASK) is not None:
             real = marker(rollout, MASK).reshape(-1).cpu()
             columns = {key: column[real] for key, column in columns.items()}
             known = None if known is None else known[real]
+
         if known is not None and not bool(known.all()):
             unknown = (~known).nonzero().squeeze(-1)
             raise ValueError(
                 f"the next observation of {len(unknown)} rows is not known, the first is row {int(unknown[0])}: "
                 "pass final=collector.final with a compact batch, or leave these rows out"
             )
+
         return columns
 
     def _fill_next(
@@ -276,12 +289,14 @@ class MCTSForest:
         known = ~run_ends(rollout).reshape(-1).cpu()
         at = None
         last = {}
+
         if final is not None:
             read = read_final(final.cpu(), keys)
             at = check_final(read, columns, len(known))
             last = read.next
             if set(last) == set(keys):
                 known[at] = True
+
         for key in keys:
             columns[next_key(key)] = next_values(columns[key], at, last.get(key))
         return known
@@ -292,6 +307,7 @@ class MCTSForest:
 
         rows = len(columns[keys[0]])
         before = len(self)
+
         both_columns = [(columns[key], columns[next_key(key)]) for key in keys]
         if self._state_columns is None and all(now.dtype == later.dtype for now, later in both_columns):
             self._states.names = keys
@@ -303,6 +319,7 @@ class MCTSForest:
             now = words[:rows]
             later = words[rows:]
             floats_later = floats
+
         # The kernel writes the numbers of states over these zeros.
         zeros = torch.zeros(rows, dtype=torch.int64)
         pairs, pair_words, _ = self._pairs.prepare([zeros, *(columns[key] for key in self.action_keys)])
@@ -322,6 +339,7 @@ class MCTSForest:
             pair_words.numpy(),
             made,
         )
+
         for table, count in zip(tables, counts.tolist(), strict=True):
             table.count = count
         if self.max_size is not None and len(self) > self.max_size:
@@ -329,13 +347,16 @@ class MCTSForest:
                 f"{new} new transitions do not fit: the forest has {before} of at most "
                 f"{self.max_size}. Nothing was added"
             )
+
         stored = columns
         if self.excluded_keys:
             left_out = self.excluded_keys
             stored = {k: column for k, column in columns.items() if not {k, without_next(k)} & left_out}
+
         if new < rows:
             first = torch.from_numpy(made[4, :new])
             stored = {key: column[first] for key, column in stored.items()}
+
         reward = self._rewards(columns, rows)
         if before + new > len(self._rewards_of):
             room = room_for(before + new)
@@ -344,6 +365,7 @@ class MCTSForest:
             numbers[:, :before], rewards[:before] = self._numbers[:, :before], self._rewards_of[:before]
             self._numbers = numbers
             self._rewards_of = rewards
+
         self._rows.append(stored, new)
         count_edges(self._numbers, self._rewards_of, before, new, made, reward.numpy())
 
@@ -359,6 +381,7 @@ class MCTSForest:
                 else:
                     values = values.reshape(rows, prod(column.shape[1:])).sum(-1)
                 total = values if total is None else total + values
+
         if total is None:
             return torch.zeros(rows, dtype=torch.float64)
         return total.contiguous()
@@ -396,6 +419,7 @@ class MCTSForest:
         size = rows.batch_size
         if not len(self):
             return torch.full(size, -1)
+
         states = self._states.find(self._states_of(rows))
         for key in self.action_keys:
             require(rows, key)
@@ -404,6 +428,7 @@ class MCTSForest:
         by_count = self.edges.count.argsort(descending=True, stable=True)
         order = by_count[self.edges.pair[by_count].argsort(stable=True)]
         first = torch.searchsorted(self.edges.pair[order], pairs).clamp_(max=len(order) - 1)
+
         return torch.where(pairs < 0, -1, order[first]).reshape(size)
 
     def get_child(self, root: TensorDictBase) -> TensorDict:
@@ -433,6 +458,7 @@ class MCTSForest:
             raise KeyError("the forest is empty: extend it first")
         if root.batch_size.numel() != 1:
             raise ValueError(f"root must be one observation, got batch size {list(root.batch_size)}")
+
         if max_depth is not None:
             whole_number("max_depth", max_depth, least=0)
         state = int(self.states(root))
@@ -454,6 +480,7 @@ class MCTSForest:
         if self._graph is None:
             source, target, pair, count, reward = self.edges
             order = source.argsort(stable=True)
+
             # Transitions that leave state s are order[offsets[s]:offsets[s + 1]].
             offsets = torch.zeros(self.num_states + 1, dtype=torch.int64)
             offsets[1:] = torch.bincount(source, minlength=self.num_states).cumsum(0)
@@ -472,6 +499,7 @@ class MCTSForest:
                 self.action_keys,
                 [under_next(key) for key in self.done_keys],
             )
+
         return self._graph
 
     @property
@@ -523,6 +551,7 @@ class NodeMap:
                 f"{int((states < 0).sum())} of {states.numel()} observations are not states of the forest: "
                 "check with contains()"
             )
+
         found = [self._transitions_of(int(state)) for state in states.reshape(-1)]
         if not states.ndim:
             return found[0]
@@ -574,7 +603,9 @@ class DataMap:
                 what = "numbers of transitions"
             else:
                 what = "pairs of observation and action"
+
             raise KeyError(
                 f"{int(outside.sum())} of {edges.numel()} {what} are not in the forest: check with contains()"
             )
+
         return self._forest.rows(edges.reshape(-1)).reshape(edges.shape)

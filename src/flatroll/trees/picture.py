@@ -63,10 +63,12 @@ def draw(
     if ax is None:
         height = min(max(3.0, 1.2 + 0.24 * -shown.y.min()), 12.0)
         ax = Figure(figsize=(9, height), layout="constrained").add_subplot()
+
     if figure == "box":
         _draw_boxes(ax, shown)
     else:
         _draw_lines(ax, shown, links)
+
     total = tree.num_vertices()
     if len(trees) == total:
         more = ""
@@ -88,15 +90,19 @@ def _draw_lines(ax: "Axes", shown: Shown, links: list[tuple[int, int, bool]]) ->
     done = shown.done
     number = {vertex.node_id: i for i, vertex in enumerate(shown.trees)}
     share = shown.counts / max(shown.counts.max(), 1.0)
+
     for style, wanted in (("solid", True), ("dashed", False)):
         pairs = [(number[a], number[b]) for a, b, first in links if first is wanted]
         lines = [_line(x[[a, b]], y[[a, b]], bend=0.0 if wanted else 0.3) for a, b in pairs]
         widths = [0.6 + 3.4 * share[b] for _, b in pairs]
         ax.add_collection(LineCollection(lines, linewidths=widths, linestyles=style, colors=LINE, zorder=1))
+
     sizes = 12 + 150 * share
+
     for mask, mark, colour, name in ((~done, "o", NODE, "goes on"), (done, "s", DONE, "done")):
         if mask.any():
             ax.scatter(x[mask], y[mask], sizes[mask], c=colour, marker=mark, label=name, zorder=2)
+
     for text, at_x, at_y in zip(shown.texts, x, y, strict=bool(shown.texts)):
         ax.annotate(
             text,
@@ -108,6 +114,7 @@ def _draw_lines(ax: "Axes", shown: Shown, links: list[tuple[int, int, bool]]) ->
             zorder=3,
             bbox=_HALO,
         )
+
     ax.margins(0.06, 0.12)
 
 
@@ -118,18 +125,24 @@ def _draw_boxes(ax: "Axes", shown: Shown) -> None:
     low = shown.spans[:, 1] - 0.5
     high = shown.spans[:, 0] + 0.5
     shades = 0.15 + 0.6 * shown.counts / max(shown.counts.max(), 1.0)
+
     for mask, colour, name in ((~shown.done, NODE, "goes on"), (shown.done, DONE, "done")):
         if mask.any():
             faces = [(*to_rgb(colour), shade) for shade in shades[mask]]
             sizes = {"width": widths[mask], "height": (high - low)[mask], "left": left[mask]}
             ax.barh(low[mask], **sizes, align="edge", color=faces, edgecolor="white", label=name)
+
     for text, at_x, at_y in zip(shown.texts, left + 0.05, (low + high) / 2, strict=bool(shown.texts)):
         ax.text(at_x, at_y, text, fontsize=7, color=INK, va="center")
 
 
 def _line(x: Floats, y: Floats, bend: float) -> Floats:
     """Points ``[K, 2]`` of a line between two, which leaves its straight way by ``bend`` to the right."""
-    way = np.linspace(0, 1, 13 if bend else 2)
+    if bend:
+        points = 13
+    else:
+        points = 2
+    way = np.linspace(0, 1, points)
     return np.stack([x[0] + way * (x[1] - x[0]) + 4 * bend * way * (1 - way), y[0] + way * (y[1] - y[0])], -1)
 
 
@@ -139,17 +152,20 @@ def _choose(tree: Tree, most: int) -> tuple[list[Tree], list[tuple[int, int, boo
     seen = {tree.node_id}
     links = []
     queue = deque([tree])
+
     while queue:
         vertex = queue.popleft()
         for child in vertex.subtree or ():
             first = child.node_id not in seen
             if first and len(shown) >= most:
                 continue
+
             links.append((vertex.node_id, child.node_id, first))
             if first:
                 seen.add(child.node_id)
                 shown.append(child)
                 queue.append(child)
+
     return shown, links
 
 
@@ -158,16 +174,19 @@ def _place(shown: list[Tree], links: list[tuple[int, int, bool]]) -> tuple[Float
     number = {vertex.node_id: i for i, vertex in enumerate(shown)}
     children: list[list[int]] = [[] for _ in shown]
     x = np.zeros(len(shown))
+
     for parent, child, first in links:  # breadth first: parents before their children
         if first:
             a = number[parent]
             b = number[child]
             children[a].append(b)
             x[b] = x[a] + shown[b].num_steps
+
     y = np.zeros(len(shown))
     row = 0
     order = []
     stack = [0]
+
     while stack:
         vertex = stack.pop()
         order.append(vertex)
@@ -175,12 +194,15 @@ def _place(shown: list[Tree], links: list[tuple[int, int, bool]]) -> tuple[Float
         if not children[vertex]:
             y[vertex] = -row
             row = row + 1
+
     spans = np.stack([y, y], -1)
+
     for vertex in reversed(order):  # children before their parents
         if children[vertex]:
             top = children[vertex][0]
             bottom = children[vertex][-1]
             y[vertex], spans[vertex] = (y[top] + y[bottom]) / 2, (spans[top, 0], spans[bottom, 1])
+
     return x, y, spans
 
 
@@ -188,6 +210,7 @@ def _label(vertex: Tree) -> str:
     """The first action and the count."""
     if not vertex.node_id or not hasattr(vertex.branching_action, "tolist"):
         return f"{vertex.count}"
+
     action = vertex.branching_action
     if action.numel() == 1:
         text = f"{action.item()}"

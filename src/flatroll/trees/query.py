@@ -68,6 +68,7 @@ class QueryModule(TensorDictModuleBase):
         hash_key = cast(Any, unravel_key(hash_key))
         if not keys:
             raise ValueError("in_keys must name at least one entry, got an empty list")
+
         self._read = keys
         self.in_keys, self.out_keys = keys, [index_key, hash_key]  # pyright: ignore[reportAttributeAccessIssue]
         self.index_key = index_key
@@ -79,22 +80,28 @@ class QueryModule(TensorDictModuleBase):
             raise ValueError(
                 f"hash_module must have one module for each of the {len(keys)} in_keys, got {len(hash_module)}"
             )
+
         for module in hash_module or ():
             function("hash_module", module, "a module or a function of rows")
         if hash_to_int is not None:
             function("hash_to_int", hash_to_int, "a function of hashes")
         if aggregator is not None:
             function("aggregator", aggregator, "a function of hashes")
+
         # Modules among them are registered, so that state_dict() includes them.
         self.hash_module = hash_module
+
         for i, module in enumerate(hash_module or ()):
             if isinstance(module, torch.nn.Module):
                 self.add_module(f"hash_module_{i}", module)
+
         self.hash_to_int = hash_to_int
         self.aggregator = aggregator if len(keys) > 1 else None
-        self._rows = RowNumbers(
-            keys if hash_module is None and self.aggregator is None else ["hash"] * len(keys)
-        )
+        if hash_module is None and self.aggregator is None:
+            hashed = keys
+        else:
+            hashed = ["hash"] * len(keys)
+        self._rows = RowNumbers(hashed)
 
     def __len__(self) -> int:
         """Number of distinct rows seen."""
@@ -129,7 +136,13 @@ class QueryModule(TensorDictModuleBase):
             written = tensordict.copy()
         else:
             written = tensordict
-        self.write(written, index, hashes if write_hash else None)
+
+        if write_hash:
+            kept = hashes
+        else:
+            kept = None
+        self.write(written, index, kept)
+
         return written
 
     def write(self, tensordict: TensorDictBase, index: Tensor, hashes: Tensor | None) -> None:
@@ -137,9 +150,11 @@ class QueryModule(TensorDictModuleBase):
         rows = tensordict.batch_size
         for key, column in ((self.index_key, index), (self.hash_key, hashes)):
             if column is not None:
-                set_entry(
-                    tensordict, key, column if len(rows) == 1 else column.reshape((*rows, *column.shape[1:]))
-                )
+                if len(rows) == 1:
+                    shaped = column
+                else:
+                    shaped = column.reshape((*rows, *column.shape[1:]))
+                set_entry(tensordict, key, shaped)
 
     def columns(self, tensordict: TensorDictBase) -> list[Tensor]:
         """Return the columns ``[N, *F]`` that identify rows, in-keys or their hashes, over all batch dims."""
@@ -148,11 +163,14 @@ class QueryModule(TensorDictModuleBase):
                 f"keys must be a tensordict with the entries {self._read}, got {type(tensordict).__name__}: "
                 "pass e.g. TensorDict(observation=..., action=...)"
             )
+
         rows = tensordict.batch_size.numel()
         columns = [get_entry(tensordict, key) for key in self._read]
+
         for key, column in zip(self._read, columns, strict=True):
             if column is None:
                 raise missing_marker(key, tensordict.keys(True, True))
+
         if tensordict.batch_dims != 1:
             columns = [column.reshape(rows, *column.shape[tensordict.batch_dims :]) for column in columns]
         if self.hash_module is not None:
@@ -163,6 +181,7 @@ class QueryModule(TensorDictModuleBase):
                         f"hash_module must return a tensor for {key!r}, got {type(column).__name__}: "
                         "SipHash and similar modules do so with as_tensor=True"
                     )
+
         if self.aggregator is None:
             return columns
         return [self.aggregator(torch.stack(columns, -1))]
@@ -175,10 +194,12 @@ class QueryModule(TensorDictModuleBase):
         hashed = self.hash_module is not None or self.aggregator is not None
         if self.hash_to_int is None and not (hashed and len(columns) == 1):
             return self._rows.number(columns, extend)
+
         if hashed and len(columns) == 1:
             hashes = columns[0]
         else:
             hashes = hash_words(pack_rows(columns))
+
         if self.hash_to_int is None:
             return self._rows.number(columns, extend)[0], hashes
         return self.hash_to_int(hashes, extend=extend), hashes

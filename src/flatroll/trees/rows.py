@@ -69,6 +69,7 @@ class RowNumbers:
                     f"{name!r} must be {kind[0]} {tuple(kind[1])} per row as in the rows before, "
                     f"got {column.dtype} {tuple(column.shape[1:])}"
                 )
+
         words, floats = view_rows(columns)
         if self.index is None:
             self.index = RowIndex(words.shape[1], words.device)
@@ -84,7 +85,11 @@ class RowNumbers:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rows, ordered by number."""
-        return {"words": None if self.index is None else self.index.words.clone(), "kinds": self.kinds}
+        if self.index is None:
+            words = None
+        else:
+            words = self.index.words.clone()
+        return {"words": words, "kinds": self.kinds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the numbers from :meth:`state_dict`."""
@@ -127,6 +132,7 @@ class GrowingColumns:
         for key, stored in self._columns.items():
             if key not in columns:
                 raise KeyError(f"no entry {key!r}, which earlier rows have; got {sorted(map(str, columns))}")
+
             column = columns[key]
             if column.dtype != stored.dtype or column.shape[1:] != stored.shape[1:]:
                 raise TypeError(
@@ -141,11 +147,13 @@ class GrowingColumns:
         """
         if not at.shape[0]:
             return
+
         # If the positions are the next ones, in order, write a slice, which is much faster.
         rows = int(at.max()) + 1
         if rows - self._count == len(at) and int(at[0]) == self._count and bool((at[1:] > at[:-1]).all()):
             self.append(columns, len(at))
             return
+
         self._reserve(columns, rows)
         for key, stored in self._columns.items():
             stored.index_copy_(0, at, columns[key].detach())
@@ -155,11 +163,16 @@ class GrowingColumns:
         """Write ``new`` rows ``[new, *F]`` after the last one, as :meth:`set` does; the errors are :meth:`check`'s."""
         before = self._count
         rows = self._count + new
-        source = None if self._host is None else self._host.find(columns, new)
+        if self._host is None:
+            source = None
+        else:
+            source = self._host.find(columns, new)
+
         if source is None:
             self.check(columns)
         if not new:
             return
+
         self._reserve(columns, rows)
         if source is None or self._host is None or not self._host.write_found(before, source, new):
             for key, stored in self._columns.items():
@@ -176,6 +189,7 @@ class GrowingColumns:
                 larger[: self._count] = stored[: self._count]
                 self._columns[key] = larger
                 self._host = None
+
         if self._host is None and all(column.is_cpu for column in self._columns.values()):
             from flatroll.kernels.rows.gather import HostColumns  # numba
 
@@ -233,4 +247,8 @@ def _leaves(rows: TensorDictBase, *parents: str) -> Iterator[tuple[NestedKey, Te
         if isinstance(value, TensorDictBase):
             yield from _leaves(value, *parents, name)
         elif isinstance(value, Tensor):
-            yield (*parents, name) if parents else name, value
+            if parents:
+                path = (*parents, name)
+            else:
+                path = name
+            yield path, value

@@ -81,6 +81,7 @@ def _need_edges(**columns: Tensor) -> None:
     parent = columns["parent"]
     if parent.ndim != 1 or parent.dtype not in _INTEGERS or parent.is_sparse:
         raise ValueError(f"parent must be an integer tensor [E], got {shown(parent)}")
+
     for name, column in columns.items():
         like = column.shape == parent.shape and column.device == parent.device
         if not like or column.is_complex() or column.is_sparse:
@@ -117,10 +118,12 @@ def best_edges(score: Tensor, parent: Tensor) -> tuple[Tensor, Tensor]:
         raise TypeError(f"score must be a floating tensor, got {shown(score)}")
     if bool(score.isnan().any()):
         raise ValueError(f"score must not be NaN, got NaN at edge {int(score.isnan().nonzero()[0, 0])}")
+
     parents, number = torch.unique(parent, return_inverse=True)
     most = score.new_full((len(parents),), -torch.inf).scatter_reduce_(0, number, score, "amax")
     edges = torch.arange(len(score), device=score.device)
     first = torch.where(score == most[number], edges, len(score))
+
     return parents, torch.full_like(parents, len(score)).scatter_reduce_(0, number, first, "amin")
 
 
@@ -164,4 +167,5 @@ def backup(
     returns = return_scan(gamma, 1.0, rewards, next_value, no, no).to(total.device)
     count.index_add_(0, path, torch.ones_like(path, dtype=count.dtype))
     total.index_add_(0, path, returns)
+
     return returns

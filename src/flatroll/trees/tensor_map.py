@@ -89,6 +89,7 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
             raise ValueError(
                 "query_module must not have seen any rows, since the map would have no values for them"
             )
+
         keys: list[Any] = query_module.in_keys  # tensordict annotates a wider type
         self._read: list[NestedKey] = keys
         self.in_keys = query_module.in_keys  # pyright: ignore[reportAttributeAccessIssue]
@@ -100,9 +101,15 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         self._count = 0
         self._stored_keys = list[NestedKey]()
         self._wanted = None if out_keys is None else list(out_keys)
+
+        if storage is None:
+            limit = None
+        else:
+            limit = storage.max_size
+
         limits = [
             max_size and whole_number("max_size", max_size),
-            None if storage is None else storage.max_size,
+            limit,
         ]
         self.max_size = min((limit for limit in limits if limit is not None), default=None)
 
@@ -141,11 +148,18 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
             require(source, key)
         for key in out_keys or ():
             require(dest, key)
+        if storage_constructor is None:
+            storage = None
+        else:
+            storage = storage_constructor()
+
+        if out_keys is None:
+            out_keys = list(dest.keys(True, True))
         return cls(
             query_module=QueryModule(list(in_keys), hash_module=hash_module),
-            storage=None if storage_constructor is None else storage_constructor(),
+            storage=storage,
             collate_fn=collate_fn,
-            out_keys=list(dest.keys(True, True)) if out_keys is None else out_keys,
+            out_keys=out_keys,
             write_fn=write_fn,
             max_size=max_size,
         )
@@ -198,6 +212,7 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         found = self._find(item)
         unknown = (found < 0) | (found >= len(self))
         values: TensorDictBase | None = None
+
         if bool(unknown.any()):
             row = int(unknown.nonzero()[0, 0])
             if default is None or (not len(self) and not isinstance(default, TensorDictBase)):
@@ -208,18 +223,22 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
                 )
             if isinstance(default, TensorDictBase):
                 values = default.expand(item.batch_size).reshape(len(found)).clone()
+
         if values is None or not bool(unknown.all()):
             known = (~unknown).nonzero().squeeze(-1)
             stored = self.collate_fn(self.storage.get(found[known]))
             if len(known) == len(found):
                 return cast(TensorDictBase, stored.reshape(item.batch_size))
+
             if values is None:
                 values = cast(TensorDictBase, torch.full_like(stored[:1], cast(float, default))).expand(
                     len(found)
                 )
                 values = values.clone()
+
             values = values.select(*stored.keys(True, True))
             values[known] = stored
+
         return values.reshape(item.batch_size)
 
     def __setitem__(self, item: TensorDictBase, value: TensorDictBase) -> None:
@@ -230,11 +249,13 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
             raise ValueError(
                 f"keys and values must be of one batch size, got {list(item.batch_size)} and {list(value.batch_size)}"
             )
+
         keys = self.out_keys or list(value.keys(True, True))
         for key in keys:
             require(value, key)
         new = flat_columns(value, keys)
         at, hashes = query.number(columns)
+
         done = False
         try:
             if self.max_size is not None and len(query) > self.max_size:
@@ -242,13 +263,19 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
                     f"{len(query) - count} new keys do not fit: the map has {count} of at most {self.max_size}. "
                     "Nothing was written"
                 )
+
             self._write(at, new, count)
-            self._count = max(count, int(at.max()) + 1 if len(at) else 0)
+            if len(at):
+                reached = int(at.max()) + 1
+            else:
+                reached = 0
+            self._count = max(count, reached)
             self._stored_keys = list(new)
             done = True
         finally:
             if not done:
                 query.truncate(count)
+
         if not item.is_locked:
             query.write(item, at, hashes)
 
@@ -256,13 +283,19 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         """Write rows at positions; those from ``count`` on are new."""
         turn = occurrences(at)
         last = torch.zeros(int(at.max()) + 1 if len(at) else 0, dtype=torch.int64, device=at.device)
+
         # Where positions repeat, store the value of the row with the highest turn: the last one, or the
         # combination of all.
         last.scatter_reduce_(0, at, torch.arange(len(at), device=at.device), "amax")
         if self.write_fn is not None:
             new = {key: column.clone() for key, column in new.items()}
             before = torch.zeros_like(last)  # row of the previous turn at each position
-            for round_ in range(int(turn.max()) + 1 if len(at) else 0):
+            if len(at):
+                rounds = int(turn.max()) + 1
+            else:
+                rounds = 0
+
+            for round_ in range(rounds):
                 rows = (turn == round_).nonzero().squeeze(-1)
                 if round_:
                     previous = {key: column[before[at[rows]]] for key, column in new.items()}
@@ -273,7 +306,9 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
                     if bool(known.any()):
                         stored = self.collate_fn(self.storage.get(at[rows[known]]))
                         self._combine(new, rows[known], flat_columns(stored))
+
                 before[at[rows]] = rows
+
         rows = last[at] == torch.arange(len(at), device=at.device)
         rows = rows.nonzero().squeeze(-1)
         if len(rows):
@@ -294,11 +329,13 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         """Replace the given rows of ``new`` by the results of ``write_fn``."""
         if not len(rows):
             return
+
         assert self.write_fn is not None
         values = [nest({key: column[rows] for key, column in new.items()}, len(rows))]
         if old is not None:
             values.append(nest(old, len(rows)))
         made = flat_columns(self.write_fn(*values))
+
         for key in new:
             if key not in made:
                 raise KeyError(f"write_fn must return the entry {key!r}, got {sorted(map(str, made))}")
@@ -314,7 +351,10 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
             values = self.storage.get(torch.arange(len(self)))
         else:
             values = None
-        return {"values": None if values is None else dict(flat_columns(values))}
+
+        if values is not None:
+            values = dict(flat_columns(values))
+        return {"values": values}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         self._count = 0

@@ -84,18 +84,29 @@ def grow_tree(graph: Graph, root: int, max_depth: int | None, compact: bool) -> 
             if len(leaving) != 1 or entering[state] > 1 or state == root:
                 break
             chain.append(leaving[0])
+
         return chain
 
     vertices = Vertices(graph)
     beginning = graph.leaving(root)
-    chain = chain_from(beginning[0]) if compact and len(beginning) == 1 else []
-    vertices.new(chain, graph.target[chain[-1]] if chain else root)
+    if compact and len(beginning) == 1:
+        chain = chain_from(beginning[0])
+    else:
+        chain = []
+
+    if chain:
+        parent = graph.target[chain[-1]]
+    else:
+        parent = root
+    vertices.new(chain, parent)
     by_edge = {chain[0]: 0} if chain else {}
     queue = deque([(0, 0)])
+
     while queue:
         vertex, depth = queue.popleft()
         if max_depth is not None and depth > max_depth:
             continue
+
         vertices.children[vertex] = children = []
         for edge in graph.leaving(vertices.states[vertex]):
             child = by_edge.get(edge)
@@ -105,6 +116,7 @@ def grow_tree(graph: Graph, root: int, max_depth: int | None, compact: bool) -> 
                 queue.append((child, depth + 1))
             children.append(child)
             vertices.parents[child].append(vertex)
+
     return Tree(vertices, 0)
 
 
@@ -112,6 +124,7 @@ def _count_entering(graph: Graph, root: int) -> dict[int, int]:
     """Count the reachable transitions that enter each state."""
     entering: dict[int, int] = {root: 0}
     stack = [root]
+
     while stack:
         for edge in graph.leaving(stack.pop()):
             state = graph.target[edge]
@@ -119,6 +132,7 @@ def _count_entering(graph: Graph, root: int) -> dict[int, int]:
                 entering[state] = 0
                 stack.append(state)
             entering[state] += 1
+
     return entering
 
 
@@ -231,7 +245,12 @@ class Tree:
                 edge = leaving[0]
             else:
                 edge = graph.target.index(self._vertices.states[0])
-            read = list(keys) if leaving else [next_key(key) for key in keys]
+
+            if leaving:
+                read = list(keys)
+            else:
+                read = [next_key(key) for key in keys]
+
         columns = {key: graph.rows.column(entry)[edge].clone() for key, entry in zip(keys, read, strict=True)}
         return nest(columns)
 
@@ -293,6 +312,7 @@ class Tree:
         actions = self.selected_actions
         if actions is None:
             return num_actions <= 0
+
         columns: list[Any] = [actions] if isinstance(actions, Tensor) else list(actions.values(True, True))
         rows = torch.cat([column.reshape(self.num_children, -1).double() for column in columns], -1)
         return len(set(map(tuple, rows.tolist()))) >= num_actions
@@ -335,6 +355,7 @@ class Tree:
         """Iterate over vertices breadth first: each with its path and whether this is its first visit."""
         seen = {self.node_id}
         queue: deque[tuple[int, Path, bool]] = deque([(self.node_id, (), True)])
+
         while queue:
             vertex, path, first = queue.popleft()
             yield Tree(self._vertices, vertex), path, first
@@ -391,6 +412,7 @@ class Tree:
             if not 0 <= i < len(children):
                 raise IndexError(f"path[{depth}] is {i}, but there are {len(children)} children")
             vertex = children[i]
+
         return Tree(self._vertices, vertex)
 
     def get_vertex_by_id(self, id: int) -> "Tree":
@@ -412,9 +434,11 @@ class Tree:
         self.get_vertex(path)
         vertex = self.node_id
         edges = list(self._chain)
+
         for i in path:
             vertex = cast(list[int], self._vertices.children[vertex])[i]
             edges += self._vertices.chains[vertex]
+
         if edges:
             return self._vertices.graph.rows.get(torch.tensor(edges))
         return None
@@ -433,6 +457,7 @@ class Tree:
         seen: dict[int, Path] = {self.node_id: ()}
         stack: list[tuple[int, Path]] = []
         stack += [(child, (i,)) for i, child in enumerate(self._child_ids)][::-1]
+
         while stack:
             vertex, path = stack.pop()
             tree = Tree(self._vertices, vertex)
@@ -440,6 +465,7 @@ class Tree:
                 text = tree.node_data.to_dict()
             else:
                 text = node_format_fn(tree)
+
             again = f" (as {seen[vertex]})" if vertex in seen else ""
             lines.append(f"{' ' * (len(path) - 1)}{path} {text}{again}")
             if not again:
@@ -447,6 +473,7 @@ class Tree:
                 stack += [
                     (child, (*path, i)) for i, child in enumerate(self._vertices.children[vertex] or ())
                 ][::-1]
+
         return "\n".join(lines)
 
     def plot(
@@ -484,10 +511,12 @@ class Tree:
                 "plot supports backend='matplotlib' and figure='tree' or 'box', and takes make_labels= in "
                 f"place of info=; got backend={backend!r}, figure={figure!r}, info={info!r}"
             )
+
         try:
             from flatroll.trees.picture import draw
         except ModuleNotFoundError as error:
             raise ImportError(
                 'plot draws with matplotlib, which is missing: pip install "flatroll[plot]"'
             ) from error
+
         return draw(self, figure, ax, make_labels, max_vertices)

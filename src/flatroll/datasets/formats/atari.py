@@ -47,14 +47,17 @@ def read_atari_dqn(
     parts = sorted(int(match[1]) for file in folder.iterdir() if (match := _NAME.fullmatch(file.name)))
     if not parts:
         raise FileNotFoundError(f"{folder} has no $store$_observation_ckpt.<number>.gz")
+
     games = 0
     for part in parts:
         names = {kind: folder / f"$store$_{kind}_ckpt.{part}.gz" for kind in _KINDS}
         if missing := [name.name for name in names.values() if not name.is_file()]:
             raise FileNotFoundError(f"{folder} has no {missing[0]}")
+
         for batch in _part(names, games, frame_stack, chunk_rows):
             games = int(batch["collector", "traj_ids"][-1])
             yield batch
+
         games += 1
 
 
@@ -87,6 +90,7 @@ def _steps(
     history = np.zeros(
         (depth - 1, *frames.shape[1:]), frames.dtype
     )  # frames before the first row, for its stack
+
     age = 0  # of the first row, within its game
     while first < total:
         count = min(chunk_rows, total - first)
@@ -97,12 +101,14 @@ def _steps(
         known = ~terminal
         if first + count == total:
             known[-1] = False
+
         later = np.where(known, np.arange(1, count + 1), np.arange(count))  # index of each row's next frame
         seen: Array = frames
         run = np.zeros(count, np.int64)
         if frame_stack:
             run = np.maximum.accumulate(np.where(starts, np.arange(count), -age))
             seen = _stacks(np.concatenate([history, frames]), np.arange(count) - run, depth, terminal)
+
         yield from_numpy(
             {
                 "observation": seen[:count],
@@ -117,10 +123,12 @@ def _steps(
                 "next.done": terminal[:, None],
             }
         )
+
         game += int(starts.sum()) - begins + int(terminal[-1])
         if frame_stack:
             age = 0 if terminal[-1] else int(count - run[-1])
             history = np.concatenate([history, frames[:count]])[count:]
+
         begins = bool(terminal[-1])
         first = first + count
         frames = frames[count:]

@@ -61,6 +61,7 @@ def read_d4rl(source: str | Path | Mapping[str, Any], *, drop_unknown: bool = Fa
         }
         yield from _episodes(arrays, "the data set", drop_unknown)
         return
+
     h5py = optional_package("h5py", "h5", "read_d4rl")
     with damage_in(file_path("source", source)), h5py.File(source, "r") as file:
         yield from _episodes(h5_columns(file, leave_out=("metadata",)), str(source), drop_unknown)
@@ -70,13 +71,16 @@ def _episodes(columns: Mapping[str, Any], place: str, drop_unknown: bool) -> Ite
     for name in ("observations", "actions"):
         if name not in columns:
             raise KeyError(f"{place} has no dataset {name!r}; it has {sorted(columns)}")
+
     lengths = {name: (*column.shape, 0)[0] for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"datasets must have one row for each step, got lengths {lengths}")
+
     rows_there = lengths["observations"]
     terminal = _flags(columns, "terminals", rows_there)
     timeout = _flags(columns, "timeouts", rows_there)
     over = terminal | timeout
+
     if "timeouts" not in columns and "next_observations" in columns:
         over[:-1] |= ~_continues(columns["observations"], columns["next_observations"])
     elif not {"terminals", "timeouts"} & columns.keys():
@@ -86,7 +90,9 @@ def _episodes(columns: Mapping[str, Any], place: str, drop_unknown: bool) -> Ite
             UserWarning,
             stacklevel=3,
         )
+
     over[-1:] = True
+
     first = 0
     for number, last in enumerate(np.flatnonzero(over)):
         rows = slice(first, last + 1)
@@ -95,8 +101,12 @@ def _episodes(columns: Mapping[str, Any], place: str, drop_unknown: bool) -> Ite
             for name, column in columns.items()
             if name not in _OWN
         }
+
         states = {"observation": columns["observations"][rows]}
-        reward = columns["rewards"][rows] if "rewards" in columns else None
+        if "rewards" in columns:
+            reward = columns["rewards"][rows]
+        else:
+            reward = None
         episode = episode_of(number, states, others, reward, terminal[rows], timeout[rows])
         first = int(last) + 1
         if drop_unknown and "next_observations" not in columns and not terminal[last]:
@@ -120,13 +130,16 @@ def _continues(seen: Any, following: Any) -> Array:
         raise ValueError(
             f"next_observations must have the shape of observations, {list(seen.shape)}, got {list(following.shape)}"
         )
+
     same = np.ones(max(rows - 1, 0), bool)
+
     for first in range(0, rows - 1, _ROWS_AT_ONCE):
         end = min(first + _ROWS_AT_ONCE, rows - 1)
         later = following[first:end]
         root = seen[first + 1 : end + 1].astype(later.dtype)  # as precise as the file's next observations
         equal = (root == later) | ((root != root) & (later != later))  # NaN equals NaN
         same[first:end] = equal.reshape(end - first, -1).all(1)
+
     return same
 
 
@@ -176,6 +189,7 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
             )
         if direct_download and from_env:
             raise ValueError("from_env=True takes the rows from the env: leave out direct_download")
+
         self._from_env = from_env
         self._truncated_is_done = use_truncated_as_done
         self._drop_unknown = bool(terminate_on_end)
@@ -190,7 +204,9 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
     def _fetch(self, folder: Path) -> Any:
         if not self._from_env:
             return super()._fetch(folder)
+
         self._check_known()
+
         try:
             import_module("d4rl")  # registers the envs with gym
             gym = import_module("gym")
@@ -199,6 +215,7 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
                 f"from_env=True needs gym and D4RL's own library, which only old versions of Python can install "
                 f"({error}): leave it out and pass the HDF5 file with fetch=, or pass the env with fetch="
             ) from error
+
         return gym.make(self.dataset_id)
 
     @override
@@ -215,10 +232,12 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
             return files_in(source, (".hdf5", ".h5"))
         if isinstance(source, Mapping):
             return [source]
+
         if hasattr(source, "get_dataset"):
             env = source
         else:
             env = getattr(source, "unwrapped", source)
+
         if not hasattr(env, "get_dataset"):
             raise TypeError(
                 "from_env=True needs a D4RL env with get_dataset(), or the arrays that it returns, got "

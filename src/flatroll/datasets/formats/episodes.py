@@ -79,12 +79,20 @@ def naming(place: str | Path) -> Iterator[None]:
     except (FileNotFoundError, PermissionError, ImportError):
         raise
     except UNREADABLE as error:
-        text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+        if isinstance(error, KeyError) and error.args:
+            reason = error.args[0]
+        else:
+            reason = error
+        text = str(reason)
         known = isinstance(error, KeyError | TypeError | ValueError | UnpicklingError)
         if known and str(place) in text and len(text) <= _LONGEST:
             raise
+
         kinds = [kind for kind in (KeyError, TypeError, UnpicklingError) if isinstance(error, kind)]
-        short = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+        if len(text) <= _LONGEST:
+            short = text
+        else:
+            short = f"{text[:_LONGEST]}..."
         text = f"{place} cannot be read, or is damaged: {short or type(error).__name__}"
         raise (*kinds, ValueError)[0](text) from None
 
@@ -122,22 +130,30 @@ def episode_columns(
     cut = np.asarray(truncated).reshape(length, 1).astype(bool)
     columns = {as_tuple(key): values for key, values in others.items()}
     given = set(columns)
+
     for key, values in states.items():
         columns[as_tuple(key)] = values[:length]
         if next_key(key) in given:
             continue
+
         columns[next_key(key)] = values[1:]
         if len(values) == length:
             columns[next_key(key)] = np.concatenate([values[1:], values[-1:]])
             columns[as_tuple(NEXT_KNOWN)] = np.arange(length) < length - 1
+
     is_init = np.zeros((length, 1), bool)
     is_init[:1] = True
     columns[as_tuple(IS_INIT)] = is_init
     columns[as_tuple(TRAJ_IDS)] = np.full(length, number)
+
     if reward is not None:
         paid = np.asarray(reward)
-        floating = paid if paid.dtype.kind == "f" else paid.astype(np.float32)
+        if paid.dtype.kind == "f":
+            floating = paid
+        else:
+            floating = paid.astype(np.float32)
         columns[REWARD] = floating.reshape(length, 1)
+
     columns[TERMINATED] = over
     columns[TRUNCATED] = cut
     columns[DONE] = over | cut
@@ -162,6 +178,7 @@ def named_leaves(
     if not isinstance(value, folders):
         yield key, value
         return
+
     parts: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, Mapping) else enumerate(value)  # type: ignore[arg-type]
     for name, part in parts:
         yield from named_leaves(part, (*key, str(name)), folders)
@@ -172,9 +189,11 @@ def files_in(paths: str | Path | Iterable[str | Path], suffixes: tuple[str, ...]
     if not isinstance(paths, str | Path):
         several = iterable("paths", paths, "a path, or an iterable of paths")
         return [file_path("paths", path).absolute() for path in several]
+
     path = Path(paths).absolute()
     if not path.is_dir():
         return [path]
+
     found = sorted(file for file in path.rglob("*") if file.suffix in suffixes)
     if not found:
         raise FileNotFoundError(f"{path} has no files that end with {' or '.join(suffixes)}")

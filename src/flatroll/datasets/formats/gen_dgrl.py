@@ -71,6 +71,7 @@ def read_gen_dgrl(path: str | Path, *, max_bytes: int = 1 << 30) -> Iterator[Ten
     """
     number = 0
     whole_number("max_bytes", max_bytes)
+
     with damage_in(file_path("path", path)), tarfile.open(path, "r|*", tarinfo=_Member) as archive:
         for member in archive:
             if member.isdir():
@@ -83,6 +84,7 @@ def read_gen_dgrl(path: str | Path, *, max_bytes: int = 1 << 30) -> Iterator[Ten
                 raise ValueError(
                     f"{path}: {member.name!r} has {member.size} bytes, more than max_bytes={max_bytes}"
                 )
+
             file = archive.extractfile(member)
             assert file is not None
             name = f"{path}: {member.name}"
@@ -105,6 +107,7 @@ class _Member(tarfile.TarInfo):
 def _episode(steps: dict[str, Array], number: int, name: str) -> TensorDict:
     if missing := [key for key in _NAMES if key not in steps]:
         raise ValueError(f"{name} has no {missing[0]!r}; it has {sorted(steps)}")
+
     done = np.asarray(steps["dones"]).reshape(-1).astype(bool)
     length = len(done)
     seen = np.asarray(steps["observations"])
@@ -116,13 +119,16 @@ def _episode(steps: dict[str, Array], number: int, name: str) -> TensorDict:
             f"{name} is done at step {early[0]} of {length}: the observation after it may be of another game, so it is "
             "not one trajectory"
         )
+
     pictures = seen.astype(np.uint8, copy=False)
     if not np.array_equal(pictures, seen):
         raise ValueError(f"{name} has observations of {seen.dtype} that are not bytes 0 ... 255")
+
     truncated = np.zeros(length, bool)
     truncated[-1] = not done[-1]
     others = {key: values for key, values in steps.items() if key not in (*_NAMES, "rewards")}
     others = {key: values for key, values in others.items() if values.ndim and len(values) == length}
+
     return episode_of(
         number,
         {"observation": pictures},
@@ -155,6 +161,7 @@ def load_arrays(data: bytes, name: str, max_bytes: int) -> dict[str, Array]:
         shape, _, dtype = read_header(stream)
     if dtype.kind != "O" or shape != ():
         raise ValueError(f"{name} must hold one dict, got an array {shape} of {dtype}")
+
     try:
         _check_steps(stream, name)
         value = _ArraysOnly(stream, max_bytes).load()
@@ -162,13 +169,17 @@ def load_arrays(data: bytes, name: str, max_bytes: int) -> dict[str, Array]:
             value = value.item()
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, EOFError, MemoryError) as error:
         raise pickle.UnpicklingError(f"{name} is not a pickle of arrays ({error})") from None
+
     arrays: dict[str, Array] = {}
-    for key, array in value.items() if isinstance(value, dict) else [("", None)]:
+    items = value.items() if isinstance(value, dict) else [("", None)]
+
+    for key, array in items:
         if not isinstance(key, str) or not isinstance(array, np.ndarray) or array.dtype.kind not in "biufc":
             raise pickle.UnpicklingError(
                 f"{name} must hold a dict of arrays of numbers, got {type(key)} of {type(array)}"
             )
         arrays[key] = array.view(np.ndarray)
+
     # An array may have several names; each becomes a column.
     if sum(array.nbytes for array in arrays.values()) > max_bytes:
         raise pickle.UnpicklingError(f"{name}: the arrays have more than max_bytes={max_bytes}")
@@ -189,6 +200,7 @@ def _check_steps(stream: io.BytesIO, name: str) -> None:
                 f"{name}: opcode {step.name} at step {number} does not belong to a dict of arrays: nothing was "
                 "executed"
             )
+
     stream.seek(begin)
 
 
@@ -206,6 +218,7 @@ class _Array(np.ndarray[Any, Any]):
         version, shape, kind, fortran, data = state
         if version != 1 or not isinstance(kind, _Kind) or not isinstance(data, bytes | list):
             raise pickle.UnpicklingError("this is not the state of a NumPy array")
+
         self._budget[0] -= len(data)
         if self._budget[0] < 0:
             raise pickle.UnpicklingError("the arrays have more than max_bytes")

@@ -88,6 +88,7 @@ class RunningStats:
             apart = mean - self._mean
             self._squares += ((values - mean) ** 2).sum(0) + apart**2 * (self._values * len(values) / total)
             self._mean = self._mean + apart * (len(values) / total)
+
         self._low, self._high = np.minimum(self._low, values.min(0)), np.maximum(self._high, values.max(0))
         self._rows, self._values = self._rows + len(rows), total
 
@@ -99,6 +100,7 @@ class RunningStats:
             name: (value[:, None, None] if self._images else value).tolist()
             for name, value in numbers.items()
         }
+
         return {**shaped, "count": [self._rows]}
 
 
@@ -142,6 +144,7 @@ def write_lerobot(
     fields = _fields(first, images)
     stored = [field for field in fields if not field["next"]]
     stats = {field["column"]: RunningStats(field["image"] is not None) for field in stored}
+
     episodes: list[dict[str, Any]] = []
     frames = file_number = 0
     data: Any = None
@@ -156,6 +159,7 @@ def write_lerobot(
             if data is None:
                 target.parent.mkdir(exist_ok=True)
                 data = parquet.ParquetWriter(target, table.schema)
+
             data.write_table(table)
             last_row = {
                 ".".join(as_tuple(key)): rows.get(next_key(key))[-1:] for key in observation_keys(rows)
@@ -163,18 +167,21 @@ def write_lerobot(
             finals.append(to_arrow(TensorDict(last_row, [1]), separator=_NO_SEPARATOR))
             if len(finals) == _FINALS_AT_ONCE:
                 last = _write_finals(pyarrow, parquet, finals, path, last)
+
             episodes.append(_episode_row(number, frames, len(rows), task, place))
             frames += len(rows)
             if target.stat().st_size > _FILE_BYTES:
                 data.close()
                 data = None
                 file_number = file_number + 1
+
         if finals:
             last = _write_finals(pyarrow, parquet, finals, path, last)
     finally:
         for writer in (data, last):
             if writer is not None:
                 writer.close()
+
     parquet.write_table(pyarrow.Table.from_pylist(episodes), path / _EPISODES)
     parquet.write_table(_tasks(pyarrow, task), path / "meta/tasks.parquet")
     _write_json(path / "meta/stats.json", {name: stat.summary() for name, stat in stats.items()})
@@ -205,6 +212,7 @@ def _fields(rows: TensorDictBase, images: Mapping[str, str] | None) -> list[dict
         raise ValueError(
             f"images names {unknown[0]!r}, the observations are {sorted(map('.'.join, observed))}"
         )
+
     fields: list[dict[str, Any]] = []
     for key, array in to_columns(rows):
         name = ".".join(key)
@@ -213,14 +221,24 @@ def _fields(rows: TensorDictBase, images: Mapping[str, str] | None) -> list[dict
             raise TypeError(
                 f"entry {name!r} is {array.dtype} {shape}, which LeRobot does not support: leave it out"
             )
+
         image = None
         if root := key if key in observed else key[1:] if key[1:] in observed else ():
             image = _image_axes(".".join(root), array, named.get(".".join(root)))
         column = name
+
         if key == (OBSERVATION,):
-            column = f"{OBSERVATION}.{'state' if image is None else 'image'}"
+            if image is None:
+                kind = "state"
+            else:
+                kind = "image"
+            column = f"{OBSERVATION}.{kind}"
         elif key in observed:
-            column = name if key[0] == OBSERVATION else f"{OBSERVATION}.{name}"
+            if key[0] == OBSERVATION:
+                column = name
+            else:
+                column = f"{OBSERVATION}.{name}"
+
         later = key[0] == NEXT and key[1:] in observed
         fields.append(
             {
@@ -232,9 +250,11 @@ def _fields(rows: TensorDictBase, images: Mapping[str, str] | None) -> list[dict
                 "next": later,
             }
         )
+
     stored = [field["column"] for field in fields if not field["next"]]
     if clash := sorted({name for name in stored if stored.count(name) > 1 or name in OWN}):
         raise ValueError(f"columns {clash} would have the same names as others: rename the entries first")
+
     present = {_key_of(field) for field in fields}
     missing = sorted(".".join(key) for key in observed if next_key(key) not in present)
     if missing:
@@ -252,15 +272,21 @@ def _image_axes(name: str, array: Array, given: str | None) -> str | None:
     if given is not None:
         checks.one_of(f"images[{name!r}]", given, ("HWC", "CHW"))
         if pictures:
-            channels = shape[-1 if given == "HWC" else 0]
+            if given == "HWC":
+                channel_axis = -1
+            else:
+                channel_axis = 0
+            channels = shape[channel_axis]
         else:
             channels = 0
+
         if channels not in MODES:
             raise ValueError(
                 f"images[{name!r}] is {given!r}, which needs uint8 of 1, 3 or 4 channels, got {array.dtype} "
                 f"{list(shape)}"
             )
         return given
+
     # Four channels may be a stack of frames as well.
     fits = [axes for axes, place in (("HWC", -1), ("CHW", 0)) if pictures and shape[place] in (1, 3)]
     if len(fits) == 1:
@@ -285,6 +311,7 @@ def _table(
         if field["next"]:
             check_follows(".".join(_root_of(field)), columns[_root_of(field)], array)
             continue
+
         if field["image"] is not None:
             if field["image"] != "HWC":
                 array = array.transpose(0, 2, 3, 1)
@@ -293,13 +320,16 @@ def _table(
             arrays[field["column"]] = pyarrow.array(cells, kind)
         else:
             arrays[field["column"]] = _lists(pyarrow, array)
+
         stats[field["column"]].add(array)
+
     steps = np.arange(len(rows))
     arrays["timestamp"] = pyarrow.array((steps / fps).astype(np.float32))
     arrays["frame_index"] = pyarrow.array(steps)
     arrays["episode_index"] = pyarrow.array(np.full(len(rows), number))
     arrays["index"] = pyarrow.array(steps + frames)
     arrays["task_index"] = pyarrow.array(np.zeros(len(rows), np.int64))
+
     return pyarrow.table(arrays)
 
 
@@ -307,21 +337,29 @@ def _lists(pyarrow: ModuleType, array: Array) -> Any:
     """Convert numbers to a plain array, vectors to lists of fixed size, more dimensions to lists of lists."""
     if array.size == len(array):
         return pyarrow.array(array.reshape(-1))
+
     values = pyarrow.array(array.reshape(-1))
     if array.ndim == 2:
         return pyarrow.FixedSizeListArray.from_arrays(values, array.shape[1])
+
     for axis in range(array.ndim - 1, 0, -1):
         # Make lists along this axis: each begins where the one before it ends.
         count = int(np.prod(array.shape[:axis]))
         size = array.shape[axis]
         values = pyarrow.ListArray.from_arrays(np.arange(count + 1, dtype=np.int32) * size, values)
+
     return values
 
 
 def _png(image: Array) -> bytes:
     pillow = optional_package("PIL.Image", "minari", "export of images")
     file = io.BytesIO()
-    pillow.fromarray(image[..., 0] if image.shape[-1] == 1 else image).save(file, format="PNG")
+    if image.shape[-1] == 1:
+        pixels = image[..., 0]
+    else:
+        pixels = image
+    pillow.fromarray(pixels).save(file, format="PNG")
+
     return file.getvalue()
 
 
@@ -352,6 +390,7 @@ def _tasks(pyarrow: ModuleType, task: str) -> Any:
         ],
         "columns": [{**column, "metadata": None}, {**text, "metadata": None}],
     }
+
     return table.replace_schema_metadata({"pandas": json.dumps(about)})
 
 
@@ -362,16 +401,24 @@ def _info(
     for field in fields:
         if field["next"]:
             continue
+
         shape = field["shape"] or [1]
         names = None
         if field["image"] is not None:
-            shape = shape if field["image"] == "HWC" else [*shape[1:], shape[0]]
+            if field["image"] != "HWC":
+                shape = [*shape[1:], shape[0]]
             names = ["height", "width", "channels"]
-        dtype = "image" if field["image"] is not None else field["dtype"]
+
+        if field["image"] is not None:
+            dtype = "image"
+        else:
+            dtype = field["dtype"]
         features[field["column"]] = {"dtype": dtype, "shape": shape, "names": names}
+
     for name in OWN:
         dtype = "float32" if name == "timestamp" else "int64"
         features[name] = {"dtype": dtype, "shape": [1], "names": None}
+
     return {
         "codebase_version": "v3.0",
         "robot_type": robot_type,
@@ -419,26 +466,34 @@ def read_lerobot(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Iterator[Te
 
 def _episodes(root: Path, max_bytes: int) -> Iterator[TensorDict]:
     info = _read_json(root / "meta/info.json")
-    version = info.get("codebase_version") if isinstance(info, dict) else None
+    if isinstance(info, dict):
+        version = info.get("codebase_version")
+    else:
+        version = None
+
     if not str(version).startswith("v3"):
         raise ValueError(f"{root} is LeRobot {version}, not v3: convert it with LeRobot first")
     features = _check_features(info.get("features"), root / "meta/info.json")
     if videos := sorted(name for name, about in features.items() if about["dtype"] == "video"):
         raise ValueError(f"{root} has videos {videos}, which need a decoder: read it with LeRobot")
+
     ours = (root / RECORD).is_file()
     if ours:
         fields = _check_fields(_read_json(root / RECORD), root / RECORD)
     else:
         fields = None
+
     if ours:
         last = TensorDict.cat(
             [from_arrow(part, separator=_NO_SEPARATOR) for part in row_groups(root / LAST, max_bytes)]
         )
     else:
         last = None
+
     files = sorted((root / "meta/episodes").rglob("*.parquet"))
     if not files:
         raise FileNotFoundError(f"{root} has no meta/episodes/chunk-000/file-000.parquet")
+
     row_bytes = 8
     for about in fields or features.values():
         # Images are stored in files whose size is bounded; DEFLATE expands them at most 1032 times.
@@ -446,12 +501,13 @@ def _episodes(root: Path, max_bytes: int) -> Iterator[TensorDict]:
             # Dtypes that NumPy does not have count one byte per number.
             known = re.fullmatch(_NUMBERS, about["dtype"])
             row_bytes += int(prod(about["shape"])) * (np.dtype(about["dtype"]).itemsize if known else 1)
+
     for number, table in _frames(root, files, row_bytes, max_bytes):
-        yield (
-            _read_foreign(table, features, number)
-            if fields is None
-            else _restore_episode(table, fields, last, number)
-        )
+        if fields is None:
+            episode = _read_foreign(table, features, number)
+        else:
+            episode = _restore_episode(table, fields, last, number)
+        yield episode
 
 
 def _read_json(path: Path) -> Any:
@@ -465,6 +521,7 @@ def _check_features(features: object, path: Path) -> dict[str, Any]:
     """Return the columns' description in ``meta/info.json`` after checking its form."""
     if not isinstance(features, dict):
         raise ValueError(f"{path} does not list its columns ('features')")
+
     for name, about in features.items():
         shape = about.get("shape") if isinstance(about, dict) else None
         if (
@@ -473,22 +530,34 @@ def _check_features(features: object, path: Path) -> dict[str, Any]:
             or not _is_shape(shape)
         ):
             raise ValueError(f"{path}: feature {name!r} needs a dtype and a shape, got {str(about)[:200]}")
+
         if about["dtype"] == "image":
             names = about.get("names") or [""]
-            axis = str(names[0] if isinstance(names, list) else "")
+            if isinstance(names, list):
+                axis_name = names[0]
+            else:
+                axis_name = ""
+            axis = str(axis_name)
             if axis.startswith("channel"):  # [C, H, W], of older folders
                 shape = [*shape[1:], *shape[:1]]
                 features = {**features, name: {**about, "shape": shape}}
+
             if len(shape) != 3 or shape[2] not in MODES:
                 raise ValueError(
                     f"{path}: images {name!r} must be [H, W, C] of 1, 3 or 4 channels, got {shape}"
                 )
+
     return dict(features)
 
 
 def _check_fields(fields: Any, path: Path) -> list[dict[str, Any]]:
     """Return `write_lerobot`'s description of the entries after checking its form, since it is untrusted."""
-    for field in fields if isinstance(fields, list) else [None]:
+    if isinstance(fields, list):
+        listed = fields
+    else:
+        listed = [None]
+
+    for field in listed:
         if not (
             isinstance(field, dict)
             and all(isinstance(field.get(name), str) for name in ("column", "dtype"))
@@ -501,6 +570,7 @@ def _check_fields(fields: Any, path: Path) -> list[dict[str, Any]]:
             and isinstance(field.get("next"), bool)
         ):
             raise ValueError(f"{path} was not written by export(): {str(field)[:200]}")
+
     roots = {_key_of(field) for field in fields if not field["next"]}
     if alone := [_key_of(field) for field in fields if field["next"] and _root_of(field) not in roots]:
         raise ValueError(f"{path} was not written by export(): {'.'.join(alone[0])!r} has no root entry")
@@ -544,21 +614,25 @@ def _frames(root: Path, files: list[Path], row_bytes: int, max_bytes: int) -> It
         number = table["episode_index"][0].as_py()
         if number in found:
             raise ValueError(f"{began} has frames of episode {number}, but those before it are elsewhere")
+
         _check_in_order(table, number, began)
         if number in noted and noted[number][0] != len(table):
             raise ValueError(
                 f"{began} has {len(table)} frames of episode {number}, meta/episodes says {noted[number][0]}"
             )
         found[number] = (len(table), began)
+
         return number, table
 
     for file in _data_files(root):
         for group in row_groups(file, max_bytes):
             numbers = _episode_numbers(group, file)
             edges = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(group)]
+
             for first, end in pairwise(edges):
                 if first == end:
                     continue
+
                 part = group.slice(first, end - first)
                 if waiting is not None and waiting["episode_index"][0].as_py() == int(numbers[first]):
                     waiting = pyarrow.concat_tables([waiting, part])
@@ -567,10 +641,12 @@ def _frames(root: Path, files: list[Path], row_bytes: int, max_bytes: int) -> It
                         yield take(waiting)
                     waiting = part
                     began = file
+
                 if len(waiting) * row_bytes > max_bytes:
                     raise ValueError(
                         f"{file}: episode {numbers[first]} takes more than max_bytes={max_bytes}"
                     )
+
     if waiting is not None:
         yield take(waiting)
     _warn_of_differences(root, noted, found)
@@ -606,6 +682,7 @@ def _noted_episodes(
                         f"{root}: episode {number} claims {length * row_bytes} bytes, more than max_bytes={max_bytes}"
                     )
                 noted[number] = (length, root / DATA.format(chunk_index=chunk, file_index=place))
+
     return noted
 
 
@@ -613,6 +690,7 @@ def _episode_numbers(group: Any, file: Path) -> Array:
     """The number of each frame's episode, int64 ``[N]``."""
     if "episode_index" not in group.column_names:
         raise ValueError(f"{file} has no column 'episode_index', it has {group.column_names}")
+
     column = group["episode_index"]
     numbers: Array = column.to_numpy()
     if column.null_count or numbers.dtype.kind not in "iu":
@@ -643,14 +721,17 @@ def _warn_of_differences(
             f"{root} has no frames of episode {lost[0]}, meta/episodes says {noted[lost[0]][0]}: its files are "
             "incomplete"
         )
+
     differing = [number for number in sorted(found) if noted.get(number) != found[number]]
     if not differing:
         return
+
     number = differing[0]
     if number in noted:
         says = f"names {noted[number][1].relative_to(root)}"
     else:
         says = "does not name it"
+
     warnings.warn(
         f"{root}: meta/episodes differs from the frames, which are read as they are, in {len(differing)} episodes: "
         f"episode {number} is in {found[number][1].relative_to(root)}, meta/episodes {says}",
@@ -664,9 +745,14 @@ def _decode(column: Any, about: dict[str, Any], length: int, name: str) -> Array
     if about["dtype"] == "image":
         pillow = optional_package("PIL.Image", "minari", "import_lerobot of images")
         height, width, channels = about["shape"]
+
         images = []
         for cell in column.to_pylist():
-            content = cell.get("bytes") if isinstance(cell, dict) else cell
+            if isinstance(cell, dict):
+                content = cell.get("bytes")
+            else:
+                content = cell
+
             if not isinstance(content, bytes):
                 raise ValueError(f"{name} has an image stored outside the file: let LeRobot embed images")
             try:
@@ -676,8 +762,11 @@ def _decode(column: Any, about: dict[str, Any], length: int, name: str) -> Array
                 picture = _exactly(picture, MODES[channels], content, name)
             except (OSError, SyntaxError) as error:
                 raise ValueError(f"{name} has an image that cannot be read: {error}") from None
+
             images.append(np.asarray(picture).reshape(height, width, channels))
+
         return np.stack(images)
+
     values = column.combine_chunks()
     while hasattr(values, "flatten") and hasattr(values.type, "value_type"):
         values = values.flatten()
@@ -700,6 +789,7 @@ def _exactly(picture: Any, mode: str, content: bytes, name: str) -> Any:
             f"{name} has a {bits}picture of mode {picture.mode!r}, which bytes of {mode!r} cannot hold: convert it, or "
             "store it as numbers"
         )
+
     whole = picture
     if picture.mode in ("P", "PA") or "transparency" in picture.info:
         whole = picture.convert("RGBA")
@@ -711,10 +801,12 @@ def _exactly(picture: Any, mode: str, content: bytes, name: str) -> Any:
             lost = "colours"
         else:
             lost = "transparency"
+
         raise ValueError(
             f"{name} has a picture of mode {picture.mode!r} that would lose its {lost} as {mode!r}, which the folder "
             "says: correct its shape in meta/info.json, or the picture"
         )
+
     return made
 
 
@@ -728,6 +820,7 @@ def _restore_episode(table: Any, fields: list[dict[str, Any]], last: Any, number
     """Return an episode as it was passed to `write_lerobot`."""
     columns: dict[tuple[str, ...], Array] = {}
     finals = to_numpy(last[number : number + 1], separator=_NO_SEPARATOR)
+
     # Next values are computed from the others.
     for field in sorted(fields, key=lambda field: bool(field["next"])):
         key = _key_of(field)
@@ -740,9 +833,13 @@ def _restore_episode(table: Any, fields: list[dict[str, Any]], last: Any, number
                 raise ValueError(f"{LAST} does not match: it lacks the last {root} of episode {number}")
             columns[key] = np.concatenate([now[1:], final])
             continue
+
         shape = field["shape"]
         if field["image"] is not None:
-            seen = shape if field["image"] == "HWC" else [*shape[1:], shape[0]]
+            if field["image"] == "HWC":
+                seen = shape
+            else:
+                seen = [*shape[1:], shape[0]]
             about = {"dtype": "image", "shape": seen}
             array = _decode(_column(table, field), about, len(table), name)
             if field["image"] != "HWC":
@@ -750,7 +847,9 @@ def _restore_episode(table: Any, fields: list[dict[str, Any]], last: Any, number
         else:
             array = _decode(_column(table, field), field, len(table), name)
             array = array.astype(field["dtype"], copy=False)
+
         columns[key] = np.ascontiguousarray(array)
+
     return from_columns(columns)
 
 
@@ -761,18 +860,22 @@ def _read_foreign(table: Any, features: dict[str, Any], number: int) -> TensorDi
     for name, about in features.items():
         if name in COUNTED or name not in table.column_names or about["dtype"] == "string":
             continue
+
         array = _decode(table[name], about, length, name)
         floating = name != f"{NEXT}.reward" or about["dtype"].startswith("float")  # rewards must be floating
         dtype = about["dtype"] if floating else "float32"
+
         # A wider dtype of the file is kept, since it may hold more than the folder says.
         fits = re.fullmatch(_NUMBERS, dtype) and (not floating or np.can_cast(array.dtype, dtype, "safe"))
         columns[name] = array.astype(dtype, copy=False) if fits else array
         if name.startswith(f"{OBSERVATION}."):
             array = columns[name]
             columns[f"{NEXT}.{name}"] = np.concatenate([array[1:], array[-1:]])
+
     is_init = np.zeros((length, 1), bool)
     never = np.zeros((length, 1), bool)
     known = np.ones(length, bool)
+
     # Frames before the first one may be missing.
     is_init[0] = "frame_index" not in table.column_names or table["frame_index"][0].as_py() == 0
     known[-1] = False
@@ -781,16 +884,21 @@ def _read_foreign(table: Any, features: dict[str, Any], number: int) -> TensorDi
         for name in ("done", "terminated", "truncated")
     )
     cut = never.copy() if truncated is None else truncated
+
     if terminated is None:
         over = never if done is None else done & ~cut
     else:
         over = terminated
     cut[-1] |= ~over[-1]
-    columns |= {f"{NEXT}.done": (never if done is None else done) | over | cut}
+    if done is None:
+        done = never
+
+    columns |= {f"{NEXT}.done": done | over | cut}
     columns |= {f"{NEXT}.terminated": over, f"{NEXT}.truncated": cut}
     columns["is_init"] = is_init
     columns["collector.next_known"] = known
     columns["collector.traj_ids"] = np.full(length, number)
+
     return from_numpy(columns)
 
 

@@ -95,9 +95,11 @@ def write_minari(
     if observation_space is None:
         seen = [as_tuple(key) for key in observation_keys(first)]
         observation_space = _known_space(seen, (), columns, source, "observation_space")
+
     if action_space is None:
         acted = [key for key in columns if key[0] == ACTION and not _is_log_prob(key, columns)]
         action_space = _known_space(acted, (), columns, source, "action_space")
+
     observed = observation_leaves(observation_space)
     acted_on = space_leaves(action_space, (ACTION,))
     _check_leaves("observation_space", observation_space, observed, columns, data_format)
@@ -114,6 +116,7 @@ def write_minari(
         data_format=data_format,
         jpeg_encoding=False,
     )
+
     record = [[list(key), array.dtype.name, list(array.shape[1:])] for key, array in columns.items()]
     storage.update_metadata(
         {"dataset_id": dataset_id, "minari_version": minari.__version__, **metadata, _RECORD: record}
@@ -146,6 +149,7 @@ def _check_columns(columns: Mapping[_Key, Array]) -> None:
             raise ValueError(
                 f"entry {plain_key(key)!r} has rows without numbers, which Minari's files cannot hold: leave it out"
             )
+
     if not any(key[0] == ACTION for key in columns):
         raise ValueError("a Minari episode needs actions: the batch has none")
     for key in _SINGLE:
@@ -171,6 +175,7 @@ def _known_space(
     """
     if not keys:
         raise ValueError("an episode needs observations: the batch has none")
+
     root = ACTION if argument == "action_space" else OBSERVATION
     if not prefix and {key[0] for key in keys} == {root}:
         return _known_space(keys, (root,), columns, source, argument)
@@ -179,17 +184,20 @@ def _known_space(
         space = source.space_of(plain_key(prefix))
         if space is not None and (space.dtype, space.shape) == (column.dtype, column.shape[1:]):
             return cast(gym.Space[Any], space)
+
         raise ValueError(
             f"{argument} must be given: flatroll does not know the space of {'.'.join(prefix)!r}, {column.dtype} "
             f"{list(column.shape[1:])}. Pass {argument}=env.single_{argument}, or first call "
             "buffer.note_spec(collector.spec)"
         )
+
     names = list(dict.fromkeys(key[len(prefix)] for key in keys))
     if sorted(names) == sorted(map(str, range(len(names)))):
         raise ValueError(
             f"{argument} must be given: the parts of {'.'.join(prefix) or root!r} are {names}, which may be of a Tuple "
             f"or of a Dict. Pass {argument}=env.single_{argument}"
         )
+
     parts = {}
     for name in names:
         inner = [key for key in keys if key[: len(prefix) + 1] == (*prefix, name)]
@@ -247,6 +255,7 @@ def _with_last(columns: Mapping[_Key, Array], key: _Key) -> Array:
             "batch and its final=, and export the buffer"
         )
     check_follows(name, columns[key], following)
+
     return np.concatenate([columns[key], following[-1:]])
 
 
@@ -332,14 +341,21 @@ def read_minari_columns(
     record = data.storage.metadata.get(_RECORD)
     if record is not None:
         if rename or leave_out:
+            if rename:
+                option = "rename"
+            else:
+                option = "leave_out"
+
             raise ValueError(
-                f"{'rename' if rename else 'leave_out'} is only for data sets from other sources: this one was "
+                f"{option} is only for data sets from other sources: this one was "
                 "written by export, which keeps the names of columns"
             )
         yield from (_restore_episode(episode, record, data) for episode in data.iterate_episodes())
         return
+
     reader = _Reader(infos, rename or {}, leave_out, texts, _some_are_cut(data))
     sizes = _sizes_of(data)
+
     before: set[tuple[Any, ...]] | None = None  # the infos of the first episode
     for episode in data.iterate_episodes():
         if (steps := sizes.get(int(episode.id), len(episode))) != len(episode):
@@ -347,12 +363,14 @@ def read_minari_columns(
                 f"episode {episode.id} has {steps} steps, but Minari's library reads {len(episode)} of its "
                 f"{data.storage.FORMAT} file, as where there are not {steps + 1} observations: read it from hdf5"
             )
+
         columns = reader.columns_of(episode)
         kinds = {
             (".".join(key), array.dtype.name, array.shape[1:])
             for key, array in columns.items()
             if key[0] == "info" or key[:2] == (NEXT, "info")
         }
+
         if differing := sorted({kind[0] for kind in kinds ^ (kinds if before is None else before)}):
             raise ValueError(
                 f"the infos of episode {episode.id} differ from those of earlier episodes in entries, shapes or "
@@ -370,11 +388,14 @@ def _sizes_of(data: "MinariDataset") -> dict[int, int]:
     """
     if data.storage.FORMAT == "hdf5":
         return {}
+
     places = [int(number) for number in data.episode_indices]
+
     try:
         noted = list(data.storage.get_episode_metadata(places))
     except FileNotFoundError:  # written before Minari kept it
         return {}
+
     return {
         place: int(one["total_steps"])
         for place, one in zip(places, noted, strict=True)
@@ -387,6 +408,7 @@ def _some_are_cut(data: "MinariDataset") -> bool:
     file = Path(data.storage.data_path, "main_data.hdf5")
     if data.storage.FORMAT != "hdf5" or not file.is_file():
         return False
+
     h5py = optional_package("h5py", "h5", "import_minari")
 
     def length_of(place: Any) -> int:
@@ -394,6 +416,7 @@ def _some_are_cut(data: "MinariDataset") -> bool:
             if not len(place):
                 return -1
             place = next(iter(place.values()))
+
         if place.shape:
             return int(place.shape[0])
         return -1
@@ -405,6 +428,7 @@ def _some_are_cut(data: "MinariDataset") -> bool:
                 continue  # the library says what is wrong with it
             if length_of(episode["observations"]) == length_of(episode["rewards"]):
                 return True
+
     return False
 
 
@@ -413,9 +437,14 @@ def _restore_episode(episode: "EpisodeData", record: list[Any], data: "MinariDat
     length = len(episode)
     columns = dict[_Key, Array]()
     leaves = dict(_observation_leaves(episode)) | dict(named_leaves(episode.actions, (ACTION,), _FOLDERS))
+
     for name, dtype, shape in record:
         # Older folders have dotted names.
-        key = tuple(name.split(".")) if isinstance(name, str) else tuple(name)
+        if isinstance(name, str):
+            key = tuple(name.split("."))
+        else:
+            key = tuple(name)
+
         if key in _SINGLE:
             array = getattr(episode, _SINGLE[key])
         elif key in leaves:
@@ -424,7 +453,9 @@ def _restore_episode(episode: "EpisodeData", record: list[Any], data: "MinariDat
             array = leaves[key[1:]][1:]
         else:
             array = np.asarray(episode.infos[".".join(key)])[:length]
+
         columns[key] = np.asarray(array).reshape(length, *shape).astype(dtype, copy=False)
+
     return columns
 
 
@@ -443,6 +474,7 @@ class _Reader:
             raise TypeError(f"leave_out must be a list of names, got {leave_out!r}: pass [{leave_out!r}]")
         if isinstance(infos, str):
             raise TypeError(f"infos must be True, False or a list of names, got {infos!r}: pass [{infos!r}]")
+
         self._infos = infos
         self._rename = rename
         self._leave_out = leave_out
@@ -454,6 +486,7 @@ class _Reader:
         length = len(episode)
         seen = self._observations(episode)
         states = {plain_key(key): array for key, array in seen.items()}
+
         others: dict[NestedKey, Array] = {}
         for key, array in named_leaves(episode.actions, (ACTION,), _FOLDERS):
             others[plain_key(key)] = self._words(key, array)
@@ -461,12 +494,14 @@ class _Reader:
                 raise ValueError(
                     f"episode {episode.id} has {len(array)} values of {'.'.join(key)} for {length} steps"
                 )
+
         for key, values in self._chosen_infos(episode).items():
             array = np.asarray(values)
             if array.dtype.kind in "biufc" and array.shape[:1] == (length + 1,):
                 states[plain_key(key)] = array
             elif array.dtype.kind in "biufc" and array.shape[:1] == (length,):
                 others[next_key(key)] = array
+
         flags = episode.terminations, episode.truncations
         columns = episode_columns(int(episode.id), states, others, episode.rewards, *flags)
         if self._some_are_cut:
@@ -477,9 +512,11 @@ class _Reader:
         """The infos that are asked for, numeric or not, by key."""
         if not self._infos:
             return {}
+
         found = dict(named_leaves(episode.infos or {}, ("info",), _FOLDERS))
         if self._infos is True:
             return found
+
         kept: dict[_Key, Any] = {}
         for name in self._infos:
             place = ("info", *name.split("."))
@@ -488,26 +525,31 @@ class _Reader:
                 names = sorted(".".join(key[1:]) for key in found)
                 raise ValueError(f"infos names {name!r}, which episode {episode.id} lacks: it has {names}")
             kept |= inside
+
         return kept
 
     def _observations(self, episode: "EpisodeData") -> dict[_Key, Array]:
         """The observations that are asked for, by their new keys."""
         found = _observation_leaves(episode)
         roots = {key[0]: key for key in found}
+
         for argument, names in (("rename", self._rename), ("leave_out", self._leave_out)):
             if unknown := sorted(set(names) - roots.keys()):
                 raise ValueError(
                     f"{argument} names {unknown[0]!r}, which is not one of the observations {sorted(roots)}"
                 )
+
         found = {key: values for key, values in found.items() if key[0] not in self._leave_out}
         words = [key for key, values in found.items() if np.asarray(values).dtype.kind in "USO"]
         if words and not self._texts:
             self._warn(words)
             found = {key: values for key, values in found.items() if key not in words}
+
         if not found:
             raise ValueError(
                 f"episode {episode.id} has no observations but texts: pass texts=True to keep them"
             )
+
         self._check_names(list(dict.fromkeys(key[0] for key in found)))
         length = len(episode)
         if wrong := [key for key, values in found.items() if len(values) not in (length, length + 1)]:
@@ -515,6 +557,7 @@ class _Reader:
                 f"episode {episode.id} has {len(found[wrong[0]])} observations {'.'.join(wrong[0])!r} for {length} "
                 f"steps, expected {length + 1}"
             )
+
         return {
             (self._rename.get(key[0], key[0]), *key[1:]): self._words(key, values)
             for key, values in found.items()
@@ -526,6 +569,7 @@ class _Reader:
             return array
         if not self._texts:
             raise TypeError(f"{'.'.join(key)} is of texts: pass texts=True to keep them")
+
         words = np.empty(len(array), object)
         words[:] = [value.decode() if isinstance(value, bytes) else value for value in values]
         return words
@@ -540,12 +584,18 @@ class _Reader:
                 UserWarning,
                 stacklevel=2,
             )
+
         self._warned = True
 
     def _check_names(self, roots: list[str]) -> None:
         """Raise ValueError if an entry of the observations cannot have its name."""
-        taken = RESERVED | ({"info"} if self._infos else set())
+        if self._infos:
+            infos = {"info"}
+        else:
+            infos = set()
+        taken = RESERVED | infos
         new = [self._rename.get(root, root) for root in roots]
+
         for root, name in zip(roots, new, strict=True):
             if name.partition(".")[0] in taken or new.count(name) > 1:
                 raise ValueError(
@@ -607,6 +657,7 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
         self._leave_out = leave_out
         self.metadata: dict[str, Any] | None = None
         super().__init__(dataset_id, batch_size, **options)
+
         if self.metadata is None:  # the data set was converted by an earlier object
             facts = Folder(self.data_path).load().extra
             if isinstance(facts, dict):
@@ -623,6 +674,7 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
                 f"{sorted(minari.list_local_datasets()) or 'none'}): set MINARI_DATASETS_PATH to its folder, or "
                 "leave out load_from_local_minari=True to download it"
             )
+
         try:
             return minari.load_dataset(self.dataset_id, download=not self._local)
         except (KeyError, FileNotFoundError) as error:

@@ -44,9 +44,11 @@ class ArrayStream:
             raise ValueError(
                 f"{name} must store rows one after another (C order), got shape {shape}, fortran={fortran!r}"
             )
+
         self.shape = shape
         self.rows = next(iter(shape))
         self._row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+
         # Empty rows take no bytes in the file, but one value per row is allocated later.
         claimed = self.rows * max(1, self._row_bytes)
         if claimed > max_bytes:
@@ -61,6 +63,7 @@ class ArrayStream:
         count = min(rows, self.rows - self._read)
         values = np.empty((count, *self.shape[1:]), self.dtype)
         into, done = memoryview(values.reshape(-1).view(np.uint8)), 0  # type: ignore[arg-type]
+
         while done < len(into):
             with naming(self.name):
                 piece = self._stream.read(min(len(into) - done, 1 << 20))
@@ -68,6 +71,7 @@ class ArrayStream:
                 raise ValueError(f"{self.name} ends after row {self._read}, its header says {self.rows} rows")
             into[done : done + len(piece)] = piece
             done += len(piece)
+
         self._read += count
         native: Array = values.astype(self.dtype.newbyteorder("="), copy=False)
         return native

@@ -51,6 +51,7 @@ def read_openml(features: Any, label: Any, *, one_hot: bool = False) -> TensorDi
     label = label[complete]
     if not len(features):
         raise ValueError("the table has no rows without missing values")
+
     numbers = []
     categories = []
     for name in features:
@@ -59,16 +60,24 @@ def read_openml(features: Any, label: Any, *, one_hot: bool = False) -> TensorDi
             numbers.append(np.asarray(column, np.float64)[:, None])
         else:
             codes = np.unique(np.asarray(column.astype(str)), return_inverse=True)[1]
-            categories.append(
-                np.eye(codes.max() + 1)[codes] if one_hot else codes[:, None].astype(np.float64)
-            )
-    scaled = numbers + ([] if one_hot else categories)
+            if one_hot:
+                column = np.eye(codes.max() + 1)[codes]
+            else:
+                column = codes[:, None].astype(np.float64)
+            categories.append(column)
+
+    if one_hot:
+        coded = []
+    else:
+        coded = categories
+    scaled = numbers + coded
     if scaled:
         columns = [preprocessing.StandardScaler().fit_transform(np.concatenate(scaled, 1))]
     else:
         columns = []
     columns += categories if one_hot else []
     classes = np.unique(np.asarray(label.astype(str)), return_inverse=True)[1]
+
     return TensorDict(
         {"X": torch.from_numpy(np.concatenate(columns, 1)), "y": torch.from_numpy(classes.astype(np.int64))},
         [len(classes)],

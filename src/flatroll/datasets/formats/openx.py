@@ -89,11 +89,14 @@ def read_rlds(episodes: Iterable[Any]) -> Iterator[TensorDict]:
             raise ValueError(f"episode {number} begins again at step {again[0]}: split it there")
         if any("observation" not in step for step in steps):
             raise KeyError(f"episode {number} has a step without 'observation'")
+
         states = _columns(steps, "observation", number)
+
         others: dict[NestedKey, Array] = {}
         for name in steps[0]:
             if name not in _OF_A_STEP:
                 others |= _columns(steps[:-1], name, number)
+
         terminated = np.zeros(len(steps) - 1, bool)
         terminated[-1] = bool(steps[-1].get("is_terminal", False))
         truncated = np.zeros(len(steps) - 1, bool)
@@ -106,8 +109,13 @@ def _rewards(steps: list[Any], number: int) -> Array | None:
     found = [step["reward"] for step in steps[:-1] if "reward" in step]
     if len(found) not in (0, len(steps) - 1):
         raise ValueError(f"episode {number} has {len(found)} rewards for {len(steps) - 1} actions")
+
     # Python numbers do not tell the file's dtype.
-    rewards = np.asarray(found, None if found and hasattr(found[0], "dtype") else np.float32)
+    if found and hasattr(found[0], "dtype"):
+        dtype = None
+    else:
+        dtype = np.float32
+    rewards = np.asarray(found, dtype)
     if not rewards.any() and np.any(steps[-1].get("reward", 0)):
         warnings.warn(
             "an episode has a reward only at its last step, where RLDS has no action, so that reward is "
@@ -115,6 +123,7 @@ def _rewards(steps: list[Any], number: int) -> Array | None:
             UserWarning,
             stacklevel=3,
         )
+
     if found:
         return rewards
     return None
@@ -126,15 +135,18 @@ def _columns(steps: list[Any], name: str, number: int) -> dict[NestedKey, Array]
     for step in steps:
         for path, value in named_leaves(step.get(name), (name,)):
             found.setdefault(plain_key(path), []).append(value)
+
     columns: dict[NestedKey, Array] = {}
     for place, values in found.items():
         if isinstance(values[0], str | bytes):
             continue
+
         arrays = [np.asarray(value) for value in values]
         if len(arrays) != len(steps) or len({(array.shape, array.dtype) for array in arrays}) > 1:
             raise ValueError(f"episode {number}: {place!r} must have the same shape and dtype in all steps")
         if arrays[0].dtype.kind in "biufc":
             columns[place] = np.stack(arrays)
+
     return columns
 
 
@@ -199,6 +211,7 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
         if streaming:
             if replacement:
                 raise ValueError("streaming=True reads each episode once per pass: leave out replacement")
+
             self._open_stream(dataset_id, batch_size, options)
             self.stream = EpisodeStream(
                 self._episodes,
@@ -210,11 +223,13 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
                 generator=options.get("generator"),
             )
             return
+
         if pad is not None and not isinstance(pad, bool):
             raise ValueError(
                 f"pad must be a bool: short slices are padded with their last row, got {pad!r}; streaming=True pads "
                 "with a value"
             )
+
         if not shuffle:
             if (
                 num_slices is not None
@@ -226,6 +241,7 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
                     "shuffle=False returns rows in order: leave out sampler, slices and replacement"
                 )
             options["sampler"] = SamplerWithoutReplacement(shuffle=False)
+
         slices(options, num_slices, slice_len, strict_length, replacement is not False, bool(pad))
         super().__init__(dataset_id, batch_size, **options)
 
@@ -245,16 +261,19 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
             raise ValueError(
                 f"streaming=True reads a set without storing it, and does not accept {unknown}: leave it out"
             )
+
         fetch = options.get("fetch")
         if fetch is None:
             raise FileNotFoundError(
                 f"{type(self).__name__} does not know where the episodes of {dataset_id!r} are: pass fetch=, a "
                 "function (dataset_id, folder) that returns them, or puts the files of LeRobot into folder"
             )
+
         self.dataset_id, self.split_trajs = str(dataset_id), False
         self.pin_memory = options.get("pin_memory", False)
         self._fetch_with, self._source = fetch, cast(Any, None)
         self._folder: Path | None = None  # the folder to fetch into, kept as long as the stream exists
+
         TensorDictReplayBuffer.__init__(
             self,
             ListStorage(1),
@@ -271,14 +290,17 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
             if self._folder is None:
                 self._folder = Path(tempfile.mkdtemp(prefix="flatroll-openx-"))
                 weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+
             folder = self._folder
             fetched = self._fetch_with(self.dataset_id, folder)
             fetched = folder if fetched is None else fetched
+
             # Absolute, because each pass reads it again and the working directory may change.
             if isinstance(fetched, str | Path):
                 self._source = Path(fetched).absolute()
             else:
                 self._source = fetched
+
         source = self._source
         if isinstance(source, Iterator):
             self._source = None  # an iterator can be read only once: the next pass fetches again
@@ -319,8 +341,11 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
     def next_sample(self, batch_size: int | None) -> Made:
         if self.stream is None:
             return super().next_sample(batch_size)
+
+        if batch_size is None:
+            batch_size = self.batch_size
         return (
-            self._finish(self.stream.sample(self.batch_size if batch_size is None else batch_size)),
+            self._finish(self.stream.sample(batch_size)),
             {},
             False,
         )
@@ -331,7 +356,9 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
             raise ValueError(
                 "streaming=True stores no rows, so a transform cannot read further rows: leave it out"
             )
-        data = data if self.collate_fn is None else self.collate_fn(data)
+
+        if self.collate_fn is not None:
+            data = self.collate_fn(data)
         for transform in self.transforms:
             data = apply(transform, data, partial(run_ends, data))
         if self.pin_memory and torch.cuda.is_available():
@@ -372,20 +399,24 @@ class EpisodeStream:
     ) -> None:
         if num_slices is not None and slice_len is not None:
             raise ValueError("pass num_slices or slice_len, not both: the other follows from batch_size")
+
         if num_slices is None:
             self.num_slices = None
         else:
             self.num_slices = whole_number("num_slices", num_slices)
+
         if slice_len is None:
             self.slice_len = None
         else:
             self.slice_len = whole_number("slice_len", slice_len)
+
         self.shuffle = shuffle
         self.strict_length = strict_length
         if pad is None or pad is False:
             self.pad = None
         else:
             self.pad = float(pad is not True and pad)
+
         self._open_episodes = open_episodes
         self._generator = generator
         self._endless: tuple[int | None, Iterator[TensorDictBase]] | None = None
@@ -430,6 +461,7 @@ class EpisodeStream:
                 if len(slices) == count:
                     yield _join(slices)
                     slices = []
+
             if slices:
                 yield _join(slices)
 
@@ -437,11 +469,13 @@ class EpisodeStream:
         """Rows of a slice, None without slices; and slices of a batch."""
         if batch_size is None:
             return self.slice_len, 1
+
         whole_number("batch_size", batch_size)
         if self.num_slices is None and self.slice_len is None:
             if self.shuffle:
                 return (batch_size, 1)
             return (None, 1)
+
         name = "slice_len" if self.num_slices is None else "num_slices"
         divisor = self.slice_len or self.num_slices or 1
         if batch_size % divisor:
@@ -456,6 +490,7 @@ class EpisodeStream:
             for episode in self._pass():
                 found = True
                 yield episode
+
             if not found:
                 raise ValueError("the stream has no episodes")
 
@@ -471,6 +506,7 @@ class EpisodeStream:
                 at = self._draw(WINDOW)
                 yield window[at]
                 window[at] = episode
+
         order = torch.randperm(len(window), generator=self._generator) if window else ()
         for at in order:
             yield window[int(at)]
@@ -486,10 +522,12 @@ class EpisodeStream:
                 f"episode {int(episode.get(TRAJ_IDS)[0])} has {rows} rows, but slices have {length}: pass a "
                 "smaller slice_len, strict_length=False to get shorter slices, or pad= to pad them"
             )
+
         first = self._draw(rows - length + 1) if rows > length else 0
         part = cast(TensorDictBase, episode[first : first + length]).clone()
         part.get(IS_INIT)[0] = part.get(DONE)[-1] = True
         part.get(TRUNCATED)[-1] |= ~part.get(TERMINATED)[-1]
+
         if self.pad is not None:
             part[MASK] = torch.ones(len(part), dtype=torch.bool)
             if len(part) < length:
@@ -528,8 +566,10 @@ def _in_order(episodes: Iterator[TensorDictBase], batch_size: int) -> Iterator[T
             parts = []
             first = first + missing
             missing = batch_size
+
         if first < len(episode):
             parts.append(episode[first:])
             missing -= len(episode) - first
+
     if parts:
         yield _join(parts)

@@ -47,6 +47,7 @@ def read_roboset(paths: str | Path | Iterable[str | Path]) -> Iterator[TensorDic
             for place, column in h5_columns(file).items():
                 trial, _, name = place.partition("/")
                 trials.setdefault(trial, {})[name] = column
+
             for trial in sorted(trials, key=lambda trial: (len(trial), trial)):
                 for episode in _trial(trials[trial], number, seed, f"{path}: {trial}"):
                     yield episode
@@ -59,15 +60,19 @@ def _trial(columns: Mapping[str, Any], number: int, seed: int, place: str) -> It
     for name, found in (("observations", groups), ("actions", columns)):
         if name not in found:
             raise KeyError(f"{place} has no {name!r}; it has {sorted(columns)}")
+
     length = columns["actions"].shape[0]
     if wrong := {name: column.shape[0] for name, column in columns.items() if column.shape[0] != length}:
         raise ValueError(f"{place} has {length} actions, but other columns have other lengths: {wrong}")
+
     # Checked before reading, since sizes in a file may be false.
     for name in ("rewards", "done", "terminated", "truncated"):
         if name in columns and columns[name].size != length:
             raise ValueError(f"{place}: {name!r} must be one number per row, got {list(columns[name].shape)}")
+
     arrays = {name: column[:] for name, column in columns.items()}
     names = {"observations": "observation", "env_infos": "info", "actions": "action"}
+
     states = dict[NestedKey, Array]()
     others = dict[NestedKey, Array]()
     for name, array in arrays.items():
@@ -75,19 +80,26 @@ def _trial(columns: Mapping[str, Any], number: int, seed: int, place: str) -> It
         if first not in ("rewards", "done", "terminated", "truncated"):
             target = states if first in _STATES else others
             target[plain_key((names.get(first, first), *rest))] = array
+
     over = arrays.get("done", arrays.get("terminated", np.zeros(length, bool))).reshape(-1).astype(bool)
     cut = arrays.get("truncated", np.zeros(length, bool)).reshape(-1).astype(bool)
     cut[-1:] |= ~over[-1:]
     others["seed"] = np.full(length, seed)
     rewards = arrays.get("rewards")
     ends = np.flatnonzero(over | cut) + 1
+
     for count, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
         rows = slice(start, end)
+        if rewards is None:
+            some_rewards = None
+        else:
+            some_rewards = rewards[rows]
+
         yield episode_of(
             number + count,
             {key: values[rows] for key, values in states.items()},
             {key: values[rows] for key, values in others.items()},
-            None if rewards is None else rewards[rows],
+            some_rewards,
             (over & ~cut)[rows],
             cut[rows],
         )

@@ -76,6 +76,7 @@ def open_source(source: TensorDictBase | ReplayBuffer, chunk_rows: int | None = 
                 f"source must be a buffer or a batch of size [N], got a batch of size {list(source.batch_size)}: "
                 "join() concatenates the rows"
             )
+
         rows = len(source)
         lanes = torch.Size([])
         slots = None
@@ -86,6 +87,7 @@ def open_source(source: TensorDictBase | ReplayBuffer, chunk_rows: int | None = 
         rows = len(slots)
     else:
         raise TypeError(f"source must be a flat batch or a ReplayBuffer, got {type(source).__name__}")
+
     if not rows:
         raise ValueError("source has no rows: there is nothing to export")
 
@@ -139,6 +141,7 @@ def episodes_of(source: Source) -> Iterator[TensorDictBase]:
     assert markers is not None  # without markers run_starts has raised
     first = starts.nonzero().squeeze(-1).tolist()
     stops = [*first[1:], source.rows]
+
     for runs in _join_runs(source, markers, first, stops):
         numbers = torch.cat([torch.arange(first[run], stops[run]) for run in runs])
         yield source.read(numbers)
@@ -152,12 +155,14 @@ def _join_runs(source: Source, markers: TensorDict, first: list[int], stops: lis
     is_init = optional_marker(markers, IS_INIT)
     if ids is None:
         return [[run] for run in range(len(first))]
+
     trajectories: list[list[int]] = []
     newest: dict[int, list[int]] = {}  # the last trajectory seen of each id
     for run, number in enumerate(ids.reshape(source.rows)[torch.tensor(first)].tolist()):
         before = newest.get(number)
         start = first[run]
         end = stops[before[-1]] - 1 if before else 0
+
         goes_on = (
             before is not None
             and not (done is not None and bool(done[end]))
@@ -169,6 +174,7 @@ def _join_runs(source: Source, markers: TensorDict, first: list[int], stops: lis
         else:
             newest[number] = [run]
             trajectories.append(newest[number])
+
     return trajectories
 
 
@@ -177,6 +183,7 @@ def _continues(source: Source, markers: TensorDict, last: int, first: int) -> bo
     steps = markers.get(STEP_COUNT, None)
     if steps is not None and not bool((steps[first] == steps[last] + 1).all()):
         return False
+
     rows = source.read(torch.tensor([last, first]))
     pairs = [(rows.get(key), rows.get(next_key(key), None)) for key in observation_keys(rows)]
     known = [(root, following) for root, following in pairs if following is not None]
@@ -209,7 +216,9 @@ def write_beside(path: str | Path) -> Iterator[Path]:
         raise FileExistsError(f"{target} exists: remove it first, or choose another path")
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{target.parent} is not a folder: create it first")
+
     beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
+
     try:
         yield beside / target.name
         files.sync_all(beside / target.name)

@@ -51,9 +51,15 @@ def read_vd4rl(paths: str | Path | Iterable[str | Path], *, max_bytes: int = 1 <
     """
     number = 0
     whole_number("max_bytes", max_bytes)
+
     for path in files_in(paths, (".npz", ".h5", ".hdf5")):
         with damage_in(path):
-            for steps in (_npz if path.suffix == ".npz" else _hdf5)(path, max_bytes):
+            if path.suffix == ".npz":
+                read = _npz
+            else:
+                read = _hdf5
+
+            for steps in read(path, max_bytes):
                 if len(steps["action"]) > 1:
                     yield _episode(steps, number)
                     number += 1
@@ -68,6 +74,7 @@ def _npz(path: Path, max_bytes: int) -> Iterator[dict[str, Array]]:
                 name = member.filename.removesuffix(".npy")
                 steps[name] = read_whole(stream, f"{path}: {name}", min(left, member.file_size))
             left -= steps[name].nbytes
+
     yield from _cut(steps, path)
 
 
@@ -87,14 +94,21 @@ def _cut(steps: dict[str, Any], path: Path) -> Iterator[dict[str, Array]]:
     """The episodes of columns ``[N, ...]``."""
     pixels = next((name for name in _PIXELS if name in steps), None)
     if pixels is None or "action" not in steps:
-        raise KeyError(f"{path} has no {'action' if pixels else 'image'!r}; it has {sorted(steps)}")
+        if pixels:
+            missing = "action"
+        else:
+            missing = "image"
+        raise KeyError(f"{path} has no {missing!r}; it has {sorted(steps)}")
+
     lengths = {name: column.shape[0] if column.shape else -1 for name, column in steps.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"{path} must have one row for each step, got lengths {lengths}")
+
     length = lengths["action"]
     shape = list(steps[pixels].shape)
     if len(shape) != 4 or 0 in shape[1:]:
         raise ValueError(f"{path}: {pixels!r} must be images [N, H, W, C] or [N, C, H, W], got {shape}")
+
     starts = np.zeros(length + 1, bool)
     starts[[0, -1]] = True
     if "is_first" in steps:
@@ -105,6 +119,7 @@ def _cut(steps: dict[str, Any], path: Path) -> Iterator[dict[str, Array]]:
         kinds = steps["step_type"][:].reshape(-1)
         starts[:-1] |= kinds == _FIRST
         starts[1:] |= kinds == _LAST
+
     # A terminal step is the last one of its episode, too, whatever the other marks say.
     starts[1:] |= _terminal(steps, length) & ~starts[:-1]
     bounds = np.flatnonzero(starts)
@@ -120,6 +135,7 @@ def _terminal(steps: dict[str, Any], length: int) -> Array:
         marks = steps["discount"][:] == 0
     else:
         marks = np.zeros(length, bool)
+
     return np.asarray(marks.all(tuple(range(1, marks.ndim))))
 
 
@@ -132,14 +148,18 @@ def _episode(steps: dict[str, Array], number: int) -> TensorDict:
         "action": steps["action"][1:]
     }  # in row t, the action that led to observation t
     states: dict[NestedKey, Array] = {"pixels": steps["pixels"]}
+
     for name, column in steps.items():
         if name == "discount":
             others[name] = column[1:]
         elif name not in (*_OWN, "action", "pixels"):
             states["state", *name.split("/")] = column
-    return episode_of(
-        number, states, others, steps["reward"][1:] if "reward" in steps else None, terminated, truncated
-    )
+
+    if "reward" in steps:
+        rewards = steps["reward"][1:]
+    else:
+        rewards = None
+    return episode_of(number, states, others, rewards, terminated, truncated)
 
 
 class VD4RLExperienceReplay(BaseDatasetExperienceReplay):
@@ -174,6 +194,7 @@ class VD4RLExperienceReplay(BaseDatasetExperienceReplay):
         if image_size is not None:
             height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
             transforms.append(Resize(height, width, in_keys=images))
+
         options["transform"] = Compose(*transforms) if transforms else None
         super().__init__(dataset_id, batch_size, **options)
 

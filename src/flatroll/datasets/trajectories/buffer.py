@@ -181,40 +181,50 @@ class TrajectoryReplayBuffer:
                 'trajectory_format="pkl" reads files that can run code chosen by their author: pass '
                 'allow_pickle=True for files that you trust; "pt" runs none'
             )
+
         flags(auto_save=auto_save, enable_cache=enable_cache)
         if auto_save and not str(auto_save_path):
             raise ValueError("auto_save_path must name a folder if auto_save=True")
+
         self.sample_window_size = whole_number("sample_window_size", sample_window_size, 0)
         self._cache = TrajectoryCache(whole_number("cache_size", cache_size)) if enable_cache else None
         self.trajectory_format = trajectory_format
         self.seed = whole_number("seed", seed, -(2**63))
         self._generator = torch.Generator().manual_seed(self.seed)
+
         # Without a maximum size, slots equal row numbers and never wrap around.
         if max_size is None:
             size = _WITHOUT_END
         else:
             size = whole_number("max_size", max_size)
+
         if sampler is None:
             sampler = SliceSampler(slice_len=1, traj_key=LANE, end_key=DONE)
         if auto_save:
             path = auto_save_path
         else:
             path = tempfile.mkdtemp(prefix="flatroll-")
+
         options = {"sync": auto_save, **storage_options}
         self._sync = bool(options["sync"])
         self.storage = DiskStorage(size, path, **options)
+
         # In place of the storage's own finalizer, which would write into a removed folder.
         if auto_save:
             self._discard = None
         else:
             self._discard = weakref.finalize(self, discard, self.storage.close_once, path, os.getpid())
+
         self._turn = threading.RLock()
         self._closed = False
+
         #: Trajectories, oldest first, each with the number of its first row in the ring.
         self._records: deque[tuple[int, TrajectoryRecord]] = deque()
         self._counter = 0
+
         #: The versions of several ranks that this buffer saved or loaded last, by folder.
         self._versions: dict[Path, Version] = {}
+
         try:
             self.buffer = RowBuffer(storage=self.storage, sampler=sampler, generator=self._generator)
             self._find_records()
@@ -249,6 +259,7 @@ class TrajectoryReplayBuffer:
                 raise ValueError(
                     f"{len(rows)} rows at once are more than max_size={most}. Nothing was stored"
                 )
+
             first = self.buffer.ring.written
             self.buffer.store(rows)
             self._note_records(records, first)
@@ -256,10 +267,14 @@ class TrajectoryReplayBuffer:
     def _note_records(self, records: Sequence[TrajectoryRecord], first: int) -> None:
         """Know of trajectories that were stored from the row ``first`` on, and no more of those that had to go."""
         for record in records:
-            known = record if record.uuid else record._replace(uuid=uuid4().hex)
+            if record.uuid:
+                known = record
+            else:
+                known = record._replace(uuid=uuid4().hex)
             self._records.append((first, known))
             first += record.rows
             self._counter = max(self._counter, record.number + 1)
+
         head = self.buffer.ring.head
         while self._records and self._records[0][0] < head:  # the ring has dropped its first rows
             self._records.popleft()
@@ -274,6 +289,7 @@ class TrajectoryReplayBuffer:
             self._check_open()
             self._records.clear()
             self.clear_cache()
+
             if self.storage.allocated:
                 # Published along with the version that has no rows.
                 self.storage.note({NOTES: self._state([])})
@@ -298,12 +314,14 @@ class TrajectoryReplayBuffer:
         with self._turn:
             if self._closed:
                 return
+
             if self._discard is None:
                 self.storage.save(self.storage.path, {NOTES: self._state([r for _, r in self._records])})
                 self._write_index(Path(self.storage.path))
                 self.storage.close()
             else:
                 self._discard()
+
             self._closed = True
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -366,6 +384,7 @@ class TrajectoryReplayBuffer:
                 raise RuntimeError(
                     "slices need an index of trajectories, which this sampler does not keep: use a SliceSampler"
                 )
+
             flags(strict=strict)
             draw = index.draw(
                 whole_number("num_slices", num_slices),
@@ -385,12 +404,18 @@ class TrajectoryReplayBuffer:
             first, record = next((one for one in self._records if one[1].number == trajectory_id), (0, None))
             if record is None:
                 ids = self.trajectory_ids
-                there = f"those from {ids[0]} to {ids[-1]}" if ids else "none"
+                if ids:
+                    there = f"those from {ids[0]} to {ids[-1]}"
+                else:
+                    there = "none"
+
                 raise KeyError(f"trajectory {trajectory_id} is not stored; trajectory_ids has {there}")
+
             if self._cache is None:
                 kept = None
             else:
                 kept = self._cache.get(trajectory_id)
+
             if kept is not None:
                 return kept
             slots = torch.arange(first, first + record.rows) % self.buffer.ring.capacity
@@ -432,10 +457,15 @@ class TrajectoryReplayBuffer:
     def get_stats(self) -> dict[str, int | float]:
         """Return numbers to log: trajectories, rows, trajectories in memory, rows that no file holds yet, bytes."""
         stats = self.buffer.stats()
+        if self._cache is None:
+            cached = 0
+        else:
+            cached = len(self._cache)
+
         return {
             "num_trajectories": self.size,
             "total_samples": self.total_samples,
-            "cache_size": 0 if self._cache is None else len(self._cache),
+            "cache_size": cached,
             "rows_unflushed": stats["rows_unflushed"],
             "bytes": stats["bytes"],
         }
@@ -471,7 +501,9 @@ class TrajectoryReplayBuffer:
         share([1] * whole_number("world_size", world_size), local_rank, world_size)  # checks the rank
         if world_size > 1 and barrier is None:
             raise ValueError("several ranks need a barrier, such as torch.distributed.barrier")
+
         path = file_path("save_path", save_path)
+
         with self._turn:
             self._check_open()
             state = {NOTES: self._state([record for _, record in self._records])}
@@ -479,10 +511,12 @@ class TrajectoryReplayBuffer:
                 first = self._records[0][0]
             else:
                 first = self.buffer.ring.written
+
             if world_size == 1 or barrier is None:
                 self.storage.save(path, state, first=first)
                 self._write_index(path)
                 return
+
             ranks = RankSave(path, local_rank, world_size, barrier, self._versions.get(path.resolve()))
             self._versions[path.resolve()] = ranks.save(
                 lambda own: self.storage.save(own, state, overwrite=True, first=first)
@@ -518,6 +552,7 @@ class TrajectoryReplayBuffer:
         if is_distributed:
             share([1] * whole_number("world_size", world_size), local_rank, world_size)  # checks the rank
         path = Path(load_path)
+
         with self._turn:
             self._check_open()
             if path.resolve() == Path(self.storage.path).resolve():
@@ -525,10 +560,12 @@ class TrajectoryReplayBuffer:
                     raise ValueError(f"{path} is this buffer's own folder: load it into another buffer")
                 self._restore_own()
                 return
+
             checkpoint = SavedTrajectories(path, self.trajectory_format == "pkl")
             if is_distributed:
                 checkpoint.take_share(local_rank, world_size)
             checkpoint.take_last(self.storage.max_size)
+
             # Check everything before anything changes.
             checkpoint.check({key: (c.dtype, c.shape) for key, c in self.storage.columns.items()})
             if self._discard is None:
@@ -536,6 +573,7 @@ class TrajectoryReplayBuffer:
                 self._load_staged()
             else:
                 self._replace(checkpoint)
+
             if checkpoint.version is not None and checkpoint.is_whole:
                 # A buffer may overwrite a checkpoint that it has loaded.
                 self._versions[path.resolve()] = checkpoint.version
@@ -570,6 +608,7 @@ class TrajectoryReplayBuffer:
             "trajectory_counter": self.trajectory_counter,
             "seed": self.seed,
         }
+
         for name, facts in (
             (INDEX, {"trajectory_index": index, "trajectory_id_list": list(index)}),
             (METADATA, metadata),
@@ -582,6 +621,7 @@ class TrajectoryReplayBuffer:
         """Replace the trajectories by those of a checkpoint."""
         checkpoint.take_last(self.storage.max_size)
         self.clear()
+
         first = self.buffer.ring.written
         try:
             # The first rows may belong to a trajectory that began earlier.
@@ -592,6 +632,7 @@ class TrajectoryReplayBuffer:
         except OSError:
             self.clear()
             raise
+
         self._counter = max(self._counter, checkpoint.counter)
         if checkpoint.generator:
             restore(self._generator, checkpoint.generator)
@@ -619,6 +660,7 @@ class TrajectoryReplayBuffer:
         if is_loading(folder):
             self._load_staged()
             return
+
         remove_folder(folder / LOADING)
         found = OwnFolder(folder, None)
         self._counter = found.counter

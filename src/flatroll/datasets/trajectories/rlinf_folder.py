@@ -43,6 +43,7 @@ class RlinfFolder:
         self._ending = ".pkl" if pickled else ".pt"
         index = self._json(INDEX)
         metadata = self._json(METADATA)
+
         try:
             entries = {int(number): entry for number, entry in index["trajectory_index"].items()}
             self.numbers = list(index["trajectory_id_list"])
@@ -51,11 +52,13 @@ class RlinfFolder:
             counter = metadata.get("trajectory_counter") or 0
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DamagedFileError(f"{path}: the index of trajectories cannot be read ({error!r})") from None
+
         numbers = [*self.numbers, *self.rows, counter]
         if not all(type(one) is int and 0 <= one < MOST_NUMBERS for one in numbers):
             raise DamagedFileError(f"{path}: the index of trajectories has invalid numbers")
         if len(set(self.numbers)) < len(self.numbers) or min(self.rows, default=1) < 1:
             raise DamagedFileError(f"{path}: the index names a trajectory twice, or one without rows")
+
         self.counter = max([counter, *(number + 1 for number in self.numbers)])
         names = {child.name for child in path.iterdir() if child.is_file() and not child.is_symlink()}
         self._names = [
@@ -64,14 +67,20 @@ class RlinfFolder:
         ]
         missing = next((name for name in self._names if name not in names), None)
         if missing is not None:
-            other = Path(missing).with_suffix(".pt" if pickled else ".pkl").name
+            if pickled:
+                ending = ".pt"
+            else:
+                ending = ".pkl"
+            other = Path(missing).with_suffix(ending).name
             instead = ""
+
             if other in names:
                 if pickled:
                     how = "is read by default"
                 else:
                     how = "takes allow_pickle=True, since it may run code"
                 instead = f'; there is {other!r}, whose trajectory_format="{other[-3:].strip(".")}" {how}'
+
             raise FileNotFoundError(f"{path} has no file {missing!r}, which its index names{instead}")
 
     @classmethod
@@ -96,6 +105,7 @@ class RlinfFolder:
 
                     with file.open("rb") as opened:
                         fields = pickle.load(opened)
+
                 if not isinstance(fields, dict):
                     raise ValueError(f"it holds a {type(fields).__name__}, expected a dict of fields")
                 fields, left_out = _tensors(fields)
@@ -104,18 +114,21 @@ class RlinfFolder:
                     raise ValueError(f"its tensors claim {size:,} bytes, the file has fewer")
             except (*UNREADABLE, ImportError) as error:
                 raise DamagedFileError(f"{file}: no trajectory can be read from it ({error})") from None
+
             if left_out:
                 warnings.warn(
                     f"{file}: {', '.join(left_out)} are not tensors [T, B, ...] and are left out, as RLinf does",
                     RuntimeWarning,
                     stacklevel=2,
                 )
+
             yield {**fields, "model_weights_id": self._weights[position]}
 
     def _json(self, name: str) -> Any:
         file = self.path / name
         if file.stat().st_size > _MOST:
             raise DamagedFileError(f"{file} has more than {_MOST:,} bytes")
+
         try:
             return json.loads(file.read_text())
         except (ValueError, RecursionError) as error:
@@ -154,6 +167,7 @@ def _tensors(fields: Mapping[Any, Any], above: set[int] | None = None) -> tuple[
             kept[name] = value
         elif value is not None:
             left_out.append(str(name))
+
     return kept, left_out
 
 

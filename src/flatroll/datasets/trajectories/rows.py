@@ -86,7 +86,9 @@ def rows_of(trajectories: Sequence[Any], number: int) -> tuple[TensorDict | None
             f"trajectories must be a list of trajectories, got one {type(trajectories).__name__}: call "
             "add_trajectories([trajectory])"
         )
+
     iterable("trajectories", trajectories, "a list of trajectories")
+
     parts: list[TensorDict] = []
     records: list[TrajectoryRecord] = []
     for trajectory in trajectories:
@@ -94,10 +96,12 @@ def rows_of(trajectories: Sequence[Any], number: int) -> tuple[TensorDict | None
             rows, made = _flat_rows(trajectory, number)
         else:
             rows, made = _lane_rows(trajectory, number)
+
         if made:
             parts.append(rows)
         records += made
         number += len(made)
+
     if not parts:
         return None, []
     for i, part in enumerate(parts):
@@ -106,6 +110,7 @@ def rows_of(trajectories: Sequence[Any], number: int) -> tuple[TensorDict | None
                 f"trajectory {i} differs from the first one in the entries {names}: all must have the same "
                 "entries, dtypes and shapes. Nothing was stored"
             )
+
     joined: Any = TensorDict.cat(parts) if len(parts) > 1 else parts[0]
     return joined, records
 
@@ -161,8 +166,13 @@ def records_of(lane: Tensor, place: Tensor, left: Tensor) -> tuple[int, list[Tra
         if int(left[stop - 1]) or lanes < 1 or count % lanes:
             lanes = 1  # its last rows are missing
         records.append(TrajectoryRecord(int(numbers[first]), count // lanes, lanes))
+
     check_numbers(records)
-    return (starts[0] if starts else len(lane)), records
+    if starts:
+        begun = starts[0]
+    else:
+        begun = len(lane)
+    return begun, records
 
 
 def check_numbers(records: Sequence[TrajectoryRecord]) -> None:
@@ -190,6 +200,7 @@ def check_marks(rows: TensorDictBase, records: Sequence[TrajectoryRecord], first
     place = at - (counts.cumsum(0) - counts)[which]
     number = torch.tensor([record.number for record in records])[which]
     lane = rows[LANE]
+
     # Within a trajectory each row is in the same lane as the row before it, or in the next lane.
     steps = torch.diff(lane)[place[1:] > 0]
     same = torch.equal(rows[PLACE].long(), place) and torch.equal(lane // _LANES, number)
@@ -205,9 +216,11 @@ def _lane_rows(trajectory: Any, number: int) -> tuple[TensorDict, list[Trajector
     _collect(given, (), fields)
     if not fields:
         return TensorDict({}, [0]), []
+
     steps, lanes = _size(fields)
     if lanes > _LANES:
         raise ValueError(f"a trajectory has at most {_LANES:,} lanes, got {lanes:,}")
+
     rows: dict[NestedKey, Tensor] = {}
     for key, value in fields.items():
         name = key[0] if isinstance(key, tuple) else key
@@ -219,13 +232,16 @@ def _lane_rows(trajectory: Any, number: int) -> tuple[TensorDict, list[Trajector
                 f"{list(value.shape)}. Nothing was stored"
             )
         rows[key] = value.detach().transpose(0, 1).flatten(0, 1)
+
     count = steps * lanes
     if not count:
         return TensorDict({}, [0]), []
+
     record = TrajectoryRecord(number, steps, lanes, *_facts(facts))
     check_numbers([record])
     lane = torch.arange(lanes).repeat_interleave(steps)
     batch = TensorDict(dict(rows), [count])
+
     return _add_marks(batch, lane + number * _LANES, torch.arange(count), _done(rows, count)), [record]
 
 
@@ -244,16 +260,19 @@ def _flat_rows(batch: TensorDictBase, number: int) -> tuple[TensorDict, list[Tra
     """Rows of a flat batch, each run a trajectory."""
     if any(name == _MARKS for name in batch.keys()):  # noqa: SIM118
         raise ValueError(f"the batch has an entry {_MARKS!r}, a name that the buffer reserves")
+
     starts = torch.nonzero(run_starts(batch)).squeeze(1).cpu()
     lengths = torch.diff(starts, append=torch.tensor([batch.batch_size[0]]))
     records = [TrajectoryRecord(number + i, length, 1) for i, length in enumerate(lengths.tolist())]
     run = torch.repeat_interleave(torch.arange(len(starts)), lengths)
     place = torch.arange(len(run)) - starts[run]
+
     done = batch.get((NEXT, "done"), None)
     if done is None:
         marks = torch.zeros(len(run), dtype=torch.bool)
     else:
         marks = done.reshape(len(run))
+
     left = lengths[run] - 1 - place
     return _add_marks(batch.copy(), (number + run) * _LANES, place, marks, left), records
 
@@ -274,6 +293,7 @@ def _mapping(trajectory: Any) -> dict[str, Any]:
                 f"a trajectory must be [T, B] or a flat batch [N], got {list(trajectory.batch_size)}"
             )
         trajectory = trajectory.to_dict()
+
     names = getattr(trajectory, "__dataclass_fields__", None)
     if names is not None:
         trajectory = {name: getattr(trajectory, name) for name in names}
@@ -295,16 +315,24 @@ def _collect(fields: Mapping[str, Any], path: tuple[str, ...], into: dict[Nested
     for name, value in fields.items():
         if not isinstance(name, str):
             raise TypeError(f"names of fields must be strings, got {name!r}. Nothing was stored")
+
         key = (*path, name)
         if isinstance(value, Mapping):
             _collect(value, key, into)
         elif is_dense(value):
-            into[key if path else key[0]] = value
+            place = key if path else key[0]
+            into[place] = value
         else:
+            if isinstance(value, Tensor):
+                what = "another tensor"
+            else:
+                what = type(value).__name__
+
             raise TypeError(
                 f"the field {'/'.join(key)!r} must be a dense tensor [T, B, ...] or a mapping of them, got "
-                f"{'another tensor' if isinstance(value, Tensor) else type(value).__name__}. Nothing was stored"
+                f"{what}. Nothing was stored"
             )
+
     if not path and _MARKS in fields:
         raise ValueError(f"the trajectory has a field {_MARKS!r}, a name that the buffer reserves")
 
@@ -314,6 +342,7 @@ def _size(fields: Mapping[NestedKey, Tensor]) -> tuple[int, int]:
     for key, value in fields.items():
         if value.ndim < 2:
             raise ValueError(f"{key!r} must be [T, B, ...], got {list(value.shape)}. Nothing was stored")
+
     usual = [key for key in fields if (key[0] if isinstance(key, tuple) else key) not in _ENDS + _VALUES]
     if "rewards" in fields:
         chosen = fields["rewards"]
@@ -327,6 +356,7 @@ def _of_steps(value: Tensor, steps: int, name: str) -> Tensor:
     more = value.shape[0] - steps
     if more <= 0 or steps % more:
         return value
+
     rollouts = value.reshape(more, steps // more + 1, *value.shape[1:])
     inside = rollouts[:, 1:] if name in _ENDS else rollouts[:, :-1]
     return inside.reshape(steps, *value.shape[1:])

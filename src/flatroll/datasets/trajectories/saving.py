@@ -50,6 +50,7 @@ class RankSave:
         self.known = known
         self.own = rank_folder(path, rank, ranks)
         self.named: list[Version] = []
+
         if path.is_dir() and (folder := Folder(path)).versions():
             loaded = folder.load()
             if loaded.version != known:
@@ -70,6 +71,7 @@ class RankSave:
         if self.rank == 0:
             self._remove_unfinished()
         self.barrier()
+
         held: Folder | None = None
         try:
             self.own.mkdir(parents=True, exist_ok=True)
@@ -94,6 +96,7 @@ class RankSave:
                 self._publish()
         finally:
             self.barrier()
+
         folder = Folder(self.path)
         version = folder.load().version if folder.versions() else None
         if version is None or version == self.known:
@@ -105,7 +108,9 @@ class RankSave:
         for rank in range(self.ranks):
             folder = rank_folder(self.path, rank, self.ranks)
             kept = self._number(rank)
-            for number in Folder(folder).versions() if folder.is_dir() else ():
+            versions = Folder(folder).versions() if folder.is_dir() else ()
+
+            for number in versions:
                 if number > kept:
                     files.remove(folder / manifest_name(number))
 
@@ -123,12 +128,14 @@ class RankSave:
                 number = next(iter(Folder(path).versions()), 0)
             else:
                 number = 0
+
             if number <= self._number(rank):
                 raise RuntimeError(
                     f"rank {rank} of {self.ranks} has not saved to {self.path}: each rank must call save_checkpoint "
                     "with its own local_rank. The previous checkpoint is kept"
                 )
             versions.append(Folder(path).load(number).version)
+
         with Folder(self.path, write=True) as folder:
             if folder.versions():
                 folder.load()
@@ -141,10 +148,12 @@ def stage(checkpoint: SavedTrajectories, folder: Path, *, sync: bool) -> None:
     path = folder / LOADING
     records = list[TrajectoryRecord]()
     remove_folder(path)
+
     with Folder(path, write=True, sync=sync, keep=1) as staged:
         for rows, begun in checkpoint.read():
             staged.append({column_name(key): value for key, value in rows.items(True, True)})
             records += begun
+
         counter = max([checkpoint.counter, *(record.number + 1 for record in records)])
         state = State(records, counter, checkpoint.generator, staged.end)
         staged.publish({NOTES: state.to_json()})

@@ -63,6 +63,7 @@ class State(NamedTuple):
             made = [TrajectoryRecord(*record) for record in records]
             if any(tuple(map(type, record)) != kinds for record in made) or type(end) is not int:
                 raise ValueError("records")
+
             check_numbers(made)
             if (
                 type(counter) is not int
@@ -70,6 +71,7 @@ class State(NamedTuple):
                 or counter > MOST_NUMBERS
             ):
                 raise ValueError("counter")
+
             if generator:
                 restore(torch.Generator(), generator)
             return cls(made, counter, generator, end)
@@ -105,19 +107,27 @@ class OwnFolder:
         self.state = None
         self.counter = 0
         state: State | None = None
+
         if version is not None or self.folder.versions():
-            loaded = self.folder.load(None if version is None else version.number)
+            if version is None:
+                number = None
+            else:
+                number = version.number
+            loaded = self.folder.load(number)
             self.version = loaded.version
             if version not in (None, self.version):
                 raise DamagedFileError(
                     f"{path}: version {self.version.number} belongs to another run than the others"
                 )
+
             if isinstance(loaded.json, dict) and NOTES in loaded.json:
                 state = State.from_json(loaded.json[NOTES], path)
                 self.counter = state.counter
+
         if version is None:
             self.folder.recover()  # also rows written since that version
         self.first = self.folder.head
+
         rows = self.folder.end - self.folder.head
         if state is not None and (sum(record.rows for record in state.records), state.end) == (
             rows,
@@ -128,6 +138,7 @@ class OwnFolder:
         else:
             skipped, self.records = self._find_records()
             self.first += skipped
+
         self.counter = max([self.counter, *(record.number + 1 for record in self.records)])
 
     def _find_records(self) -> tuple[int, list[TrajectoryRecord]]:
@@ -138,6 +149,7 @@ class OwnFolder:
                 raise ValueError(
                     f"{self.folder.path} holds no trajectories: its rows have no {column_name(key)!r}"
                 )
+
         marks: list[Any] = []
         for key in (LANE, PLACE, LEFT):
             columns: list[Any] = [segment.columns[column_name(key)] for segment in self.folder.segments]
@@ -146,6 +158,7 @@ class OwnFolder:
             else:
                 skip = 0
             marks.append(torch.cat([torch.zeros(0, dtype=torch.int64), *columns])[skip:])
+
         try:
             return records_of(*marks)
         except ValueError as error:
@@ -156,6 +169,7 @@ class OwnFolder:
         counts = [record.rows for record in self.records]
         begin = low = self.first + sum(counts[:first])
         high = low + sum(counts[first:stop])
+
         while low < high:
             # One file at a time, so that each is read once.
             segment = next(segment for segment in self.folder.segments if segment.first <= low < segment.end)
@@ -163,14 +177,17 @@ class OwnFolder:
             columns = self.folder.read_rows(low, end)
             if any(isinstance(column, Ragged) for column in columns.values()):
                 raise ValueError(f"{self.folder.path} holds rows that are not in the form of trajectories")
+
             rows = TensorDict({column_key(name): values for name, values in columns.items()}, [end - low])
             form = form_of(rows)
             if any(form.get(key) != (getattr(torch, dtype), torch.Size([])) for key, dtype in _MARKS.items()):
                 raise ValueError(f"{self.folder.path} holds no trajectories: its rows have no marks")
+
             try:
                 check_marks(rows, self.records[first:stop], low - begin)
             except ValueError as error:
                 raise DamagedFileError(f"{self.folder.path}, {segment.name}: {error}") from None
+
             yield rows
             low = end
 
@@ -228,6 +245,7 @@ class SavedTrajectories:
         self.version: Version | None = None
         if not path.is_dir():
             raise FileNotFoundError(f"there is no folder {path}: save_checkpoint({str(path)!r}) makes one")
+
         # Our own folders have such an index as well.
         if RlinfFolder.is_one(path) and not Listing.of(path).versions:
             self.sources = [RlinfSource(path, pickled)]
@@ -235,6 +253,7 @@ class SavedTrajectories:
             self.sources = [OwnFolder(path / LOADING, None)]
         else:
             self._open()
+
         self.chosen = range(len(self.rows))
 
     def _open(self) -> None:
@@ -245,7 +264,9 @@ class SavedTrajectories:
                 why = f": its ranks {', '.join(ranks)} did not all finish the save"
             else:
                 why = ""
+
             raise FileNotFoundError(f"{self.path} holds no checkpoint of trajectories{why}")
+
         loaded = folder.load()
         versions = rank_versions(loaded.json)
         if versions is None:
@@ -270,6 +291,7 @@ class SavedTrajectories:
         while first > self.chosen.start and rows[first - 1] <= most:
             first -= 1
             most -= rows[first]
+
         if first == self.chosen.stop > self.chosen.start:
             raise ValueError(
                 f"the last trajectory of {self.path} has {rows[first - 1]} rows, more than max_size={most}: "
@@ -291,6 +313,7 @@ class SavedTrajectories:
             state = self.sources[0].state
         else:
             state = None
+
         if state is None:
             return ""
         return state.generator
@@ -318,7 +341,9 @@ class SavedTrajectories:
             stop = min(self.chosen.stop - before, len(source.records))
             first_record = first
             shift = max(0, free - min((record.number for record in source.records), default=0))
-            for rows in source.read(first, stop) if first < stop else ():
+            pieces = source.read(first, stop) if first < stop else ()
+
+            for rows in pieces:
                 begun = int((rows[PLACE] == 0).sum())
                 # Looked up only now: a source may complete its records while it reads.
                 records = [
@@ -326,8 +351,14 @@ class SavedTrajectories:
                     for record in source.records[first_record : first_record + begun]
                 ]
                 check_numbers(records)  # the shift may have made the numbers too large
-                yield (shift_numbers(rows, shift) if shift else rows), records
+
+                if shift:
+                    shifted = shift_numbers(rows, shift)
+                else:
+                    shifted = rows
+                yield shifted, records
                 first_record += begun
+
             before += len(source.records)
             free = max([free, source.counter + shift])
 
@@ -346,6 +377,7 @@ def rank_versions(noted: object) -> list[Version] | None:
     """
     if not isinstance(noted, dict) or RANKS not in noted:
         return None
+
     try:
         versions = [Version(whole_number("version", number), str(line)) for number, line in noted[RANKS]]
     except (TypeError, ValueError) as error:
@@ -384,14 +416,18 @@ def share(rows: Sequence[int], rank: int, ranks: int) -> range:
             most = f"use a world_size of at most {len(rows)}"
         else:
             most = "there is nothing to load"
+
         raise ValueError(
             f"{len(rows)} trajectories cannot be divided among {ranks} ranks, at least one for each: {most}"
         )
+
     ends = [0, *accumulate(rows)]  # ends[i] rows precede trajectory i
     bounds = [0]
+
     for number in range(1, ranks):
         # The boundary nearest to an equal share of rows that leaves at least one trajectory for each other rank.
         possible = range(bounds[-1] + 1, len(rows) - (ranks - number) + 1)
         bounds.append(min(possible, key=lambda at: abs(ends[at] * ranks - number * ends[-1])))
+
     bounds.append(len(rows))
     return range(bounds[rank], bounds[rank + 1])

@@ -93,6 +93,7 @@ def add_product(
         in_weight = inside[:, None] & (unit < hidden)[None, :]
         w = tl.load(weight + (k * hidden)[:, None] + unit[None, :], mask=in_weight, other=0)
         total = tl.dot(x, w, total, input_precision=PRECISION, out_dtype=REAL)  # pyright: ignore[reportArgumentType]
+
     return total
 
 
@@ -129,20 +130,24 @@ def gru_forward(
         for step in range(tl.max(length, 0)):
             row = first + step
             alive = (length > step)[:, None]
+
             # the state before the row: the initial one at the first row, else that of the row above
             if step == 0:
                 before = initial + row * initial_stride
             else:
                 before = out + (row - 1) * hidden
+
             for start in range(0, hidden, UNITS):
                 unit = start + tl.arange(0, UNITS)
                 active = alive & (unit < hidden)[None, :]
+
                 # the first gate's entries of these rows and units; each further gate is another H columns on
                 at = gates + (row * 4 * hidden)[:, None] + unit[None, :]
                 n = tl.load(at, mask=active, other=0).to(REAL)
                 r = tl.load(at + hidden, mask=active, other=0).to(REAL)
                 z = tl.load(at + 2 * hidden, mask=active, other=0).to(REAL)
                 u = tl.load(bias + unit, mask=unit < hidden, other=0).to(REAL)[None, :] + tl.zeros_like(n)
+
                 # add the product of the state [RUNS, H] with these units' weights, INNER entries of the state at a time
                 for inner in range(0, hidden, INNER):
                     k = inner + tl.arange(0, INNER)
@@ -155,6 +160,7 @@ def gru_forward(
                     r = tl.dot(x, w_r, r, input_precision=PRECISION, out_dtype=REAL)
                     z = tl.dot(x, w_z, z, input_precision=PRECISION, out_dtype=REAL)
                     u = tl.dot(x, w_u, u, input_precision=PRECISION, out_dtype=REAL)
+
                 r = sigmoid(r)
                 z = sigmoid(z)
                 n = tanh(n + r * u)
@@ -162,6 +168,7 @@ def gru_forward(
                 tl.debug_barrier()
                 store_gates(at, hidden, active, n, r, z, u)
                 tl.store(out + (row * hidden)[:, None] + unit[None, :], n + z * (state - n), mask=active)
+
             tl.debug_barrier()
 
 
@@ -194,13 +201,16 @@ def gru_backward(
     """
     runs = tl.load(count)
     carried = carry + (tl.program_id(0) * RUNS + tl.arange(0, RUNS)).to(tl.int64) * hidden
+
     for block in range(tl.program_id(0), tl.cdiv(runs, RUNS), tl.num_programs(0)):
         first, length = runs_of_block(firsts, lengths, block, runs, RUNS)
         steps = tl.max(length, 0)
+
         for back in range(steps):
             step = steps - 1 - back
             row = first + step
             alive = (length > step)[:, None]
+
             for start in range(0, hidden, UNITS):  # pyright: ignore[reportArgumentType]  # compiled, an int
                 unit = start + tl.arange(0, UNITS)
                 active = alive & (unit < hidden)[None, :]
@@ -209,6 +219,7 @@ def gru_backward(
                 flat = (row * hidden)[:, None] + unit[None, :]
                 state = tl.load(before + flat, mask=active, other=0).to(REAL)
                 at_carry = carried[:, None] + unit[None, :]
+
                 # at a run's last row there is no carried gradient
                 now = tl.load(at_carry, mask=active & (length > step + 1)[:, None], other=0)
                 now += tl.load(grad + flat, mask=active, other=0).to(REAL)
@@ -219,9 +230,11 @@ def gru_backward(
                 d_z = now * (state - n) * z * (1 - z)
                 store_gates(slopes + of_gates, hidden, active, d_n, d_r, d_z, d_u)
                 tl.store(at_carry, now * z, mask=active)
+
             tl.debug_barrier()
             # the gradient of the state before the row: slopes [RUNS, gates H] times the weights, in blocks of units
             to_state = slopes + row * 4 * hidden + hidden
+
             for start in range(0, hidden, UNITS):
                 unit = start + tl.arange(0, UNITS)
                 active = alive & (unit < hidden)[None, :]
@@ -232,4 +245,5 @@ def gru_backward(
                 tl.store(at_carry, now, mask=active)
                 at = d_first + (row * hidden)[:, None] + unit[None, :]
                 tl.store(at, now, mask=active & (row == first)[:, None])
+
             tl.debug_barrier()

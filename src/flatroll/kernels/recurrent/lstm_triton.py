@@ -43,20 +43,24 @@ def lstm_forward(
         for step in range(tl.max(length, 0)):
             row = first + step
             alive = (length > step)[:, None]
+
             # the state before the row: the initial one at the first row, else that of the row above
             if step == 0:
                 before = initial + row * initial_stride
             else:
                 before = out + (row - 1) * hidden
+
             if step == 0:
                 before_cell = initial_cell + row * cell_stride
             else:
                 before_cell = cells + (row - 1) * hidden
+
             for start in range(0, hidden, UNITS):
                 unit = start + tl.arange(0, UNITS)
                 active = alive & (unit < hidden)[None, :]
                 of_gates = (row * 4 * hidden)[:, None] + unit[None, :]
                 o, i, f, g = load_gates(gates + of_gates, hidden, active, REAL)
+
                 # add the product of the state [RUNS, H] with these units' weights, INNER entries of the state at a time
                 for inner in range(0, hidden, INNER):
                     k = inner + tl.arange(0, INNER)
@@ -71,6 +75,7 @@ def lstm_forward(
                     i = tl.dot(x, w_i, i, input_precision=PRECISION, out_dtype=REAL)
                     f = tl.dot(x, w_f, f, input_precision=PRECISION, out_dtype=REAL)
                     g = tl.dot(x, w_g, g, input_precision=PRECISION, out_dtype=REAL)
+
                 o = sigmoid(o)
                 i = sigmoid(i)
                 f = sigmoid(f)
@@ -82,6 +87,7 @@ def lstm_forward(
                 flat = (row * hidden)[:, None] + unit[None, :]
                 tl.store(cells + flat, cell, mask=active)
                 tl.store(out + flat, o * tanh(cell), mask=active)
+
             tl.debug_barrier()
 
 
@@ -114,18 +120,22 @@ def lstm_backward(
     """Do what ``gru_backward`` does; reads ``grad`` only if ``GRAD``, ``grad_cell`` only if ``GRAD_CELL``."""
     runs = tl.load(count)
     slot = (tl.program_id(0) * RUNS + tl.arange(0, RUNS)).to(tl.int64) * hidden
+
     for block in range(tl.program_id(0), tl.cdiv(runs, RUNS), tl.num_programs(0)):
         first, length = runs_of_block(firsts, lengths, block, runs, RUNS)
         steps = tl.max(length, 0)
+
         for back in range(steps):
             step = steps - 1 - back
             row = first + step
             alive = (length > step)[:, None]
             later = (length > step + 1)[:, None]  # at a run's last row there is no carried gradient
+
             if step == 0:
                 before_cell = initial_cell + row * cell_stride
             else:
                 before_cell = cells + (row - 1) * hidden
+
             for start in range(0, hidden, UNITS):
                 unit = start + tl.arange(0, UNITS)
                 active = alive & (unit < hidden)[None, :]
@@ -141,6 +151,7 @@ def lstm_backward(
                     now += tl.load(grad + flat, mask=active, other=0).to(REAL)
                 if GRAD_CELL:
                     now_cell += tl.load(grad_cell + flat, mask=active, other=0).to(REAL)
+
                 now_cell += now * o * (1 - through * through)
                 tl.debug_barrier()
                 d_o = now * through * o * (1 - o)
@@ -150,9 +161,11 @@ def lstm_backward(
                 store_gates(slopes + of_gates, hidden, active, d_o, d_i, d_f, d_g)
                 tl.store(carry_cell + at_carry, now_cell * f, mask=active)
                 tl.store(d_cell + flat, now_cell * f, mask=active & (row == first)[:, None])
+
             tl.debug_barrier()
             # the gradient of the state before the row: slopes [RUNS, gates H] times the weights, in blocks of units
             to_state = slopes + row * 4 * hidden
+
             for start in range(0, hidden, UNITS):
                 unit = start + tl.arange(0, UNITS)
                 active = alive & (unit < hidden)[None, :]
@@ -161,4 +174,5 @@ def lstm_backward(
                 tl.store(carry + slot[:, None] + unit[None, :], now, mask=active)
                 at = d_first + (row * hidden)[:, None] + unit[None, :]
                 tl.store(at, now, mask=active & (row == first)[:, None])
+
             tl.debug_barrier()

@@ -62,6 +62,7 @@ def absorb(state: Array, address: Int, size: Int) -> None:
     state[_COUNT] += np.uint64(size)
     given = octets(address, size)
     done = 0
+
     if held:  # complete the stripe that an earlier call began
         done = min(_STRIPE - held, size)
         rest[held : held + done] = given[:done]
@@ -69,16 +70,19 @@ def absorb(state: Array, address: Int, size: Int) -> None:
             return
         for lane in range(4):
             state[lane] = _step(state[lane], state[_REST + lane])
+
     stripes = (size - done) // _STRIPE
     a = state[0]
     b = state[1]
     c = state[2]
     d = state[3]
+
     for at in range(address + done, address + done + _STRIPE * stripes, _STRIPE):
         a = _step(a, word_at(at))
         b = _step(b, word_at(at + 8))
         c = _step(c, word_at(at + 16))
         d = _step(d, word_at(at + 24))
+
     state[0] = a
     state[1] = b
     state[2] = c
@@ -96,6 +100,7 @@ def digest(state: Array) -> Any:
         mixed = _turn(state[0], 1) + _turn(state[1], 7) + _turn(state[2], 12) + _turn(state[3], 18)
         for lane in range(4):
             mixed = (mixed ^ _step(np.uint64(0), state[lane])) * _1 + _4
+
     mixed += state[_COUNT]
     rest = state[_REST:].view(np.uint8)
     held = np.int64(state[_COUNT] % np.uint64(_STRIPE))
@@ -110,4 +115,5 @@ def digest(state: Array) -> Any:
         mixed = _turn(mixed ^ (np.uint64(rest[i]) * _5), 11) * _1
     mixed = (mixed ^ (mixed >> _33)) * _2
     mixed = (mixed ^ (mixed >> _29)) * _3
+
     return mixed ^ (mixed >> _32)

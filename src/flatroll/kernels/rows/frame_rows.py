@@ -30,6 +30,7 @@ def _equal(left: Array, right: Array) -> bool:
             difference |= left[first + i] ^ right[first + i]
         if difference:
             return False
+
     for i in range(whole, len(left)):  # noqa: SIM110 (all() does not compile)
         if left[i] != right[i]:
             return False
@@ -59,17 +60,21 @@ def match(values: Array, stored: Array, held: Array, hint: Array, shares: Array,
                     break
             else:
                 shares[j] = STORED
+
         if j and shares[j] == NOTHING:
             for k in range(stack - 1):
                 if not _equal(values[j, k], values[j - 1, k + 1]):
                     break
             else:
                 shares[j] = BEFORE
+
         # only the newest frame can be new where the others are shared
         first = 0 if shares[j] == NOTHING else stack - 1
+
         for k in range(first, stack):
             repeats[j, k] = k > 0 and _equal(values[j, k], values[j, k - 1])
             new += 0 if repeats[j, k] else 1
+
     return new
 
 
@@ -78,16 +83,20 @@ def _give_up(state: Records, counts: Array, frame: Int) -> None:
     """Drop one reference to ``frame``."""
     if frame == 0:
         return
+
     counts[frame] -= 1
     if counts[frame]:
         return
+
     s = state[0]
     counts[frame] = -1  # end of the list: -1 - 0
+
     # append to the list of free frames
     if s.free:
         counts[s.last] = -1 - frame
     else:
         s.free = frame
+
     s.last = frame
     s.spare += 1
 
@@ -107,11 +116,13 @@ def replace(
             for k in range(stack - 1):
                 if held[hint[j], k + 1]:
                     counts[held[hint[j], k + 1]] += 1
+
     for j in range(len(slots)):
         for k in range(stack):
             frame = refs[slots[j], k]
             refs[slots[j], k] = 0
             _give_up(state, counts, frame)
+
     for j in range(len(slots)):
         if shares[j] == STORED:
             for k in range(stack - 1):
@@ -130,6 +141,7 @@ def allocate(state: Records, counts: Array, frames: Array) -> None:
         else:
             frames[i] = s.high
             s.high += 1
+
         counts[frames[i]] = 0
 
 
@@ -154,6 +166,7 @@ def assign(
                 frame = frames[used]
                 source[used] = j * stack + k
                 used += 1
+
             refs[slots[j], k] = frame
             if frame:
                 counts[frame] += 1
@@ -180,9 +193,11 @@ def gather(source: Int, target: Int, size: Int, frames: Array) -> None:
         if i + 1 < len(frames):
             at = source + frames[i + 1] * size
             stop = at + size
+
             # the first lines of the frame, then the first lines of each of its pages
             while at < stop:
                 for line in range(_LINES):
                     ask(at + 64 * line)
                 at = (at // _PAGE + 1) * _PAGE
+
         copy_bytes(target + i * size, source + frames[i] * size, size)

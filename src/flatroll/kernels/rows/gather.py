@@ -55,6 +55,7 @@ def gather(
     stretches = np.empty((len(slots), 4), np.int64)  # first row, first position, rows, whether near
     count = 0
     before = np.int64(-2)
+
     before_near = False
     for i in range(len(slots)):
         row = slots[i]
@@ -64,6 +65,7 @@ def gather(
             if i + 1 < len(slots) and row == slots[i + 1]:
                 row = np.int64(i + 1)
                 is_near = True
+
         if row < 0 or (row >= rows and not is_near):
             return i
         if row != before + 1 or is_near != before_near:
@@ -72,9 +74,11 @@ def gather(
             stretches[count, 2] = 0
             stretches[count, 3] = is_near
             count += 1
+
         stretches[count - 1, 2] += 1
         before = row
         before_near = is_near
+
     # Copy column by column, and prefetch _AHEAD stretches earlier: the round k = -1 only prefetches the first ones,
     # then each copied stretch prefetches one more, in the same order, across the ends of columns.
     # column and stretch to prefetch next
@@ -89,16 +93,19 @@ def gather(
                     lines = min(stretches[following, 2] * size[asked] + 63 >> 6, _LINES)
                     for line in range(lines):
                         ask(first + 64 * line)
+
                 following += 1
                 if following == count:
                     asked = asked + 1
                     following = 0
+
             if k >= 0:
                 copy_bytes(
                     target[k] + stretches[j, 1] * size[k],
                     (near[k] if stretches[j, 3] else source[k]) + stretches[j, 0] * size[k],
                     stretches[j, 2] * size[k],
                 )
+
     return -1
 
 
@@ -149,10 +156,13 @@ def gather_next(
         return -2 - wrong
     if not len(roots):
         return -1
+
     wrong = gather(source[own:], target[roots], target[own:], size[own:], rows, slots, follow)
+
     for j in range(patch.shape[1]):
         if patch[1, j] < 0 or patch[1, j] >= entries:
             wrong = patch[0, j]
+
     if wrong >= 0:
         return -2 - len(slots) - wrong
     scatter(pool, target[own:], size[own:], patch[1], patch[0])
@@ -180,9 +190,11 @@ class HostBlock:
         self.columns = list(columns)
         self.roots: Array = np.array(roots, np.int64)
         self.rows = len(self.columns[0])
+
         for column in self.columns:
             if column.device.type != "cpu" or not column.is_contiguous() or len(column) != self.rows:
                 raise ValueError("columns must be contiguous CPU tensors of one length")
+
         # meta tensors, which have the strides of a new copy
         like = [
             torch.empty((1, *column.shape[1:]), dtype=column.dtype, device="meta")
@@ -221,11 +233,13 @@ class HostBlock:
         asked = slots.numpy()
         if follow is None and rows * self.row_bytes > HUGE_FROM:
             return self._take_many(asked)
+
         # 1 µs per column; torch.empty takes 1.7
         copies = [
             torch.empty_strided((rows, *shape), stride, dtype=dtype) for shape, stride, dtype in self._forms
         ]
         target = np.array([copy.data_ptr() for copy in copies], np.int64)
+
         if follow is None or patch is None:
             wrong = gather(self.address, self.address, target, self.size, self.rows, asked, _NONE)
         else:
@@ -234,12 +248,14 @@ class HostBlock:
             following = follow.numpy(), patch.numpy(), addresses, entries
             wrong = gather_next(self.address, target, self.size, self.rows, self.roots, asked, *following)
             wrong = -2 - wrong
+
         if wrong >= 0:
             if follow is None or wrong < rows:
                 slot = int(asked[wrong])
             else:
                 slot = int(follow[wrong - rows])
             raise IndexError(f"slot {slot} is out of range: there are {self.rows} slots")
+
         return copies
 
     def _take_many(self, asked: Array) -> list[Tensor]:
@@ -250,6 +266,7 @@ class HostBlock:
         copies = [host_memory(rows, dtype, tuple(shape)) for shape, _, dtype in self._forms]
         blocks = threads * _BLOCKS if threads > 1 else 1
         bounds = [rows * block // blocks for block in range(blocks + 1)]
+
         for wrong in run_blocks(partial(self._copy_block, copies, asked), bounds, threads):
             if wrong >= 0:
                 raise IndexError(f"slot {asked[wrong]} is out of range: there are {self.rows} slots")
@@ -272,6 +289,7 @@ class HostBlock:
         """
         if slot < 0 or rows < 0 or slot + rows > self.rows:
             raise IndexError(f"slots {slot} ... {slot + rows - 1} are not all among the block's {self.rows}")
+
         # Contiguous values in host memory, as in most batches.
         plain = [
             value
@@ -279,6 +297,7 @@ class HostBlock:
             else value.cpu().resolve_conj().resolve_neg().contiguous()
             for value in values
         ]
+
         source = np.array([value.data_ptr() for value in plain], np.int64)
         copy(source, self.address, self.size, first, slot, rows)
 
@@ -303,12 +322,16 @@ class HostColumns(Generic[K]):
     def __init__(self, columns: Mapping[K, Tensor], next_keys: Mapping[K, K] | None = None) -> None:
         self.columns = dict(columns)
         self.rows = len(next(iter(self.columns.values()), ()))
+
         # Blocks of columns that were requested together; an empty request has none.
         self._joint: dict[tuple[K, ...], HostBlock | None] = {(): None}
         names = tuple(self.columns)
         plain = names and not any(column.is_complex() for column in self.columns.values())
         self._all = self._join(names) if plain else None
-        self._names = (*names, *({} if next_keys is None else next_keys).values())
+        if next_keys is None:
+            next_keys = {}
+
+        self._names = (*names, *next_keys.values())
         self._both: HostBlock | None = None
         if next_keys:
             self._both = HostBlock(list(self.columns.values()), [names.index(key) for key in next_keys])
@@ -323,11 +346,13 @@ class HostColumns(Generic[K]):
 
         Unknown keys are left out, and in large samples wide rows if torch uses several threads for them.
         """
-        names = tuple(self.columns if keys is None else [key for key in keys if key in self.columns])
+        chosen = self.columns if keys is None else [key for key in keys if key in self.columns]
+        names = tuple(chosen)
         if names in self._joint:
             block = self._joint[names]
         else:
             block = self._join(names)
+
         if block is None:
             return {}
         if len(slots) * block.row_bytes > HUGE_FROM and torch.get_num_threads() > 1:
@@ -336,8 +361,10 @@ class HostColumns(Generic[K]):
                 block = self._joint[names]
             else:
                 block = self._join(names)
+
             if block is None:
                 return {}
+
         return dict(zip(names, block.take(slots), strict=True))
 
     def take_all(
@@ -363,6 +390,7 @@ class HostColumns(Generic[K]):
             block = self._joint[names]
         else:
             block = self._join(names)
+
         if block is None or rows * block.row_bytes > HUGE_FROM:
             return ()
         columns = [values[key] for key in names]
@@ -381,10 +409,12 @@ class HostColumns(Generic[K]):
         """
         if self._all is None:
             return None
+
         if rows != self._form_rows:
             forms = [(key, column.dtype, column.shape[1:]) for key, column in self.columns.items()]
             self._forms = [(key, dtype, torch.Size((rows, *shape))) for key, dtype, shape in forms]
             self._form_rows = rows
+
         addresses = []
         (low, high, starts, stops) = self._spans
         for key, dtype, shape in self._forms:
@@ -397,6 +427,7 @@ class HostColumns(Generic[K]):
                 or value.layout is not _DENSE
             ):
                 return None
+
             if not value.is_cpu or not value.is_contiguous() or value.is_neg():
                 return None
             address = value.data_ptr()
@@ -405,6 +436,7 @@ class HostColumns(Generic[K]):
             ):  # `Spans.hold`, inlined
                 return None
             addresses.append(address)
+
         return np.array(addresses, np.int64)
 
     def copy_into(self, values: Mapping[K, Tensor], at: Array, rows: Array) -> None:
@@ -422,6 +454,7 @@ class HostColumns(Generic[K]):
             block = self._joint[names]
         else:
             block = self._join(names)
+
         if block is not None:
             target = np.array([values[key].data_ptr() for key in names], np.int64)
             scatter(block.address, target, block.size, rows, at)
@@ -447,6 +480,7 @@ class HostColumns(Generic[K]):
             return False
         if not (0 <= slot < self.rows and 0 <= rows <= self.rows):
             raise IndexError(f"{rows} rows from slot {slot} on do not fit into {self.rows} slots")
+
         fit = min(rows, self.rows - slot)  # rows up to the last slot
         copy(source, block.address, block.size, 0, slot, fit)
         if fit < rows:
@@ -484,10 +518,12 @@ def gather_pieces(
     count = 0
     piece = 0
     before = np.int64(-2)
+
     for i in range(len(rows)):
         row = rows[i]
         if row < firsts[0] or row >= firsts[pieces]:
             return i
+
         if row < firsts[piece] or row >= firsts[piece + 1]:
             piece = 0
             above = pieces
@@ -497,14 +533,18 @@ def gather_pieces(
                     piece = middle
                 else:
                     above = middle
+
             before = np.int64(-2)
+
         if row != before + 1:
             stretches[count, 0], stretches[count, 1] = piece, row - firsts[piece]
             stretches[count, 2] = i
             stretches[count, 3] = 0
             count += 1
+
         stretches[count - 1, 3] += 1
         before = row
+
     # Copy column by column, and prefetch _AHEAD stretches earlier, in the same order.
     # column and stretch to prefetch next
     asked = 0
@@ -517,10 +557,12 @@ def gather_pieces(
                     first = source[p, asked] + stretches[following, 1] * size[asked]
                     for line in range(min(stretches[following, 3] * size[asked] + 63 >> 6, _LINES)):
                         ask(first + 64 * line)
+
                 following += 1
                 if following == count:
                     asked = asked + 1
                     following = 0
+
             if k < 0:
                 continue
             p, first, position, length = stretches[j]
@@ -528,7 +570,9 @@ def gather_pieces(
             if ends[p, k] == 0:
                 copy_bytes(to, source[p, k] + first * size[k], length * size[k])
                 continue
+
             counts = numbers(ends[p, k] + 8 * first, length)
             for i in range(length):
                 copy_bytes(to + i * size[k], source[p, k] + counts[i] * unit[k] - size[k], size[k])
+
     return -1

@@ -41,6 +41,7 @@ def _hash_row(row: Array) -> Any:
     """Return the hash of one row: the mix of the sum of its words' mixes, each word with its position."""
     total = np.uint64(len(row))
     position = np.uint64(0)
+
     for j in range(len(row)):
         position += _STEP
         total += _mix(np.uint64(row[j]) + position)
@@ -71,6 +72,7 @@ def _plain_word(word: np.uint64, floats: int) -> Any:
         if word & ~_SIGN_8 > _INF_8:
             return _NAN_8
         return word
+
     if floats == 4:
         low = word & _LOW
         high = word >> _BITS_32
@@ -78,11 +80,13 @@ def _plain_word(word: np.uint64, floats: int) -> Any:
             low = _NAN_4
         elif low == _SIGN_4:
             low = _ZERO
+
         if high & ~_SIGN_4 > _INF_4:
             high = _NAN_4
         elif high == _SIGN_4:
             high = _ZERO
         return low | high << _BITS_32
+
     return word
 
 
@@ -109,15 +113,18 @@ def number_rows(
     """
     mask = np.uint64(len(table) - 1)
     row = np.empty(words.shape[1], np.int64)
+
     for i in range(len(words)):
         for j in range(len(row)):
             row[j] = np.int64(_plain_word(np.uint64(words[i, j]), floats))
         wanted = _hash_row(row)
         place = wanted & mask
         at = np.int64(table[place]) - 1
+
         while at >= 0 and not (hashes[at] == wanted and _same(keys[at], row)):
             place = (place + _ONE) & mask
             at = np.int64(table[place]) - 1
+
         if extend and at < 0:
             at = np.int64(count)
             table[place] = at + 1
@@ -125,8 +132,10 @@ def number_rows(
             for j in range(len(row)):
                 keys[count, j] = row[j]
             count += 1
+
         ids[i] = at
         row_hashes[i] = wanted
+
     return count
 
 
@@ -170,6 +179,7 @@ def number_edges(
     words[:, 0], words[:, 1] = made[2], made[1]
     table, keys, kept = edges
     counts[2] = number_rows(table, keys, kept, counts[2], words, 0, True, made[3], hashes)
+
     new = 0
     for i in range(rows):
         if made[3, i] == before + new:  # numbers follow the order of first occurrence
@@ -193,6 +203,7 @@ def count_edges(numbers: Array, rewards: Array, before: Int, new: Int, made: Arr
             numbers[k, before + j] = made[k, made[4, j]]
         numbers[3, before + j] = 0
         rewards[before + j] = 0.0
+
     for i in range(made.shape[1]):
         numbers[3, made[3, i]] += 1
         rewards[made[3, i]] += reward[i]

@@ -102,10 +102,12 @@ def equal_bytes(left: Any, right: Any, size: Any) -> bool:
         if a | b | (word_at(left + at + 24) ^ word_at(right + at + 24)):
             return False
         at += 32
+
     while at + 8 <= size:
         if word_at(left + at) != word_at(right + at):
             return False
         at += 8
+
     different = False
     first = octets(left + at, size - at)
     second = octets(right + at, size - at)

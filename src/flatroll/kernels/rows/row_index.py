@@ -79,6 +79,7 @@ class RowIndex(Numbering):
             raise ValueError(
                 f"words must be int64 of shape [N, {self.width}], got {words.dtype} {list(words.shape)}"
             )
+
         if words.device != self.device:
             words = words.to(self.device)
         return self._rows.number(words, floats, extend)
@@ -126,6 +127,7 @@ class HashedRows(Numbering):
         self.count = self._number_rows(
             self._table, self._keys, self._hashes, self.count, words.numpy(), floats, extend, numbers, hashes
         )
+
         return torch.from_numpy(numbers), torch.from_numpy(hashes)
 
     def truncate(self, count: int) -> None:
@@ -138,6 +140,7 @@ class HashedRows(Numbering):
         rows = self.count + new
         if rows <= len(self._keys):
             return self._table, self._keys, self._hashes
+
         room = 1 << (rows - 1).bit_length()
         # When rows come in small batches, allocating memory costs more than the rows themselves.
         if self.count and room < _LARGE:
@@ -145,11 +148,13 @@ class HashedRows(Numbering):
         keys = np.empty((room, self._keys.shape[1]), np.int64)
         hashes = np.empty(room, np.uint64)
         keys[: self.count], hashes[: self.count] = self._keys[: self.count], self._hashes[: self.count]
-        table = np.zeros(2 * room, np.int32 if room < 2**31 else np.int64)
+        dtype = np.int32 if room < 2**31 else np.int64
+        table = np.zeros(2 * room, dtype)
         self._rebuild(table, hashes, self.count)
         self._keys = keys
         self._hashes = hashes
         self._table = table
+
         return table, keys, hashes
 
 
@@ -167,7 +172,12 @@ class SortedRows(Numbering):
     @override
     def number(self, words: Tensor, floats: int = 0, extend: bool = True) -> tuple[Tensor, Tensor]:
         if floats:  # host rows come unpacked, for a kernel that normalises 0.0 and NaN
-            words = pack_rows([words.view(torch.float32 if floats == 4 else torch.float64)])
+            if floats == 4:
+                floating = torch.float32
+            else:
+                floating = torch.float64
+            words = pack_rows([words.view(floating)])
+
         hashes = hash_words(words)
         ids = self._find(words, hashes)
         return self._insert(words, ids) if extend else ids, hashes
@@ -176,6 +186,7 @@ class SortedRows(Numbering):
         ids = torch.full((len(words),), -1, dtype=torch.int64, device=words.device)
         place = torch.searchsorted(self._hashes, wanted)
         rows = torch.arange(len(words), device=words.device)  # those not found yet
+
         while len(rows):  # once, and once more per row with the same hash
             at = place[rows]
             near = at < len(self._hashes)
@@ -186,6 +197,7 @@ class SortedRows(Numbering):
             ids[rows[same]] = number[same]
             rows = rows[~same]
             place[rows] += 1
+
         return ids
 
     def _insert(self, words: Tensor, ids: Tensor) -> Tensor:
@@ -196,6 +208,7 @@ class SortedRows(Numbering):
             else:  # rows without words are all equal, and torch.unique does not accept them
                 distinct = words[new[:1]]
                 inverse = torch.zeros_like(new)
+
             # torch.unique sorts the rows: number them by their first place in the batch instead
             first = torch.full((len(distinct),), len(new), dtype=torch.int64, device=words.device)
             first.scatter_reduce_(0, inverse, torch.arange(len(new), device=words.device), "amin")
@@ -208,6 +221,7 @@ class SortedRows(Numbering):
             self._hashes, by_hash = hashes.sort(stable=True)
             self._ids = torch.cat([self._ids, numbers])[by_hash]
             self.words = torch.cat([self.words, distinct[order]])
+
         return ids
 
     def truncate(self, count: int) -> None:
@@ -227,4 +241,5 @@ def occurrences(ids: Tensor) -> Tensor:
     starts[1:] = ordered[1:] != ordered[:-1]
     before = torch.empty_like(ids)
     before[order] = at - torch.where(starts, at, 0).cummax(0).values
+
     return before

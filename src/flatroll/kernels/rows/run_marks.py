@@ -41,7 +41,9 @@ def broken(rows: Int, most: Int, wide: Int, lasts: Array, pairs: Array, source: 
         total += pairs[pair, 1]
     if total > wide:
         most = max(most // 4, min(most, rows // 32))
+
     compared = min(rows - 1, most)
+
     count = 0
     fragment = 0
     for k in range(compared):
@@ -50,6 +52,7 @@ def broken(rows: Int, most: Int, wide: Int, lasts: Array, pairs: Array, source: 
             fragment += 1
         if lasts[fragment] == row:
             continue
+
         for pair in range(len(pairs)):
             size = pairs[pair, 1]
             now = source[pairs[pair, 2]]
@@ -58,6 +61,7 @@ def broken(rows: Int, most: Int, wide: Int, lasts: Array, pairs: Array, source: 
                 found[count] = row
                 count += 1
                 break
+
     return count
 
 
@@ -101,6 +105,7 @@ def fragments(
     steps = numbers(step, rows)
     count = 0
     pairs = len(now)
+
     first = 0
     joined = False
     for i in range(rows):
@@ -112,6 +117,7 @@ def fragments(
             jumps = in_order and step != 0 and steps[i + 1] != steps[i] + 1
             if jumps and not end and (mask == 0 or real[i]):
                 return -(i + 1)
+
         if not end and not (cuts and cut[i]) and (pairs == 0 or _repeats(now, later, size, i)):
             continue
         whole[0, count] = first
@@ -120,10 +126,12 @@ def fragments(
             whole[2, count] = number[first]
         if step:
             whole[3, count], whole[4, count] = steps[first], steps[i]
+
         marks[0, count] = joined
         marks[1, count] = init != 0 and is_init[first]
         marks[2, count] = done != 0 and is_done[i]
         count += 1
         first = i + 1
         joined = not end
+
     return count

@@ -38,12 +38,14 @@ class Spans(NamedTuple):
                 )
                 start = tensor.data_ptr()
                 spans.append((start, start + (last + 1) * tensor.element_size()))
+
         joined: list[tuple[int, int]] = []
         for start, stop in sorted(spans):
             if joined and start <= joined[-1][1]:
                 start = joined[-1][0]
                 stop = max(stop, joined.pop()[1])
             joined.append((start, stop))
+
         if not joined:
             return cls()
         starts, stops = zip(*joined, strict=True)

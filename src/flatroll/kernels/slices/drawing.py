@@ -45,11 +45,13 @@ def _next_of(
     if next_row < stop:
         follow[position] = slot_of(next_row, slot_0, capacity)
         return patched
+
     # the last row of its fragment: the trajectory continues with the first row of the next fragment, if there is one
     later = fragments[(number + f.next) & (len(fragments) - 1)].first
     follow[position] = slot_of(later, slot_0, capacity) if f.next else -1
     if f.pool < 0:
         return patched
+
     patch[0, patched] = position
     patch[1, patched] = f.pool
     return patched + 1
@@ -92,6 +94,7 @@ def walk(
     mask = len(fragments) - 1
     # back to the fragments that hold the offsets, one link per round
     pending = len(number)
+
     while pending:
         pending = 0
         for j in range(len(number)):
@@ -99,31 +102,38 @@ def walk(
             pending += target != number[j]
             number[j] = target
             _ask_for(fragments, target)
+
     patched = 0
     begin = at.copy()
     slot_0 = row_in_slot_0(state, capacity)
+
     # forward, one fragment per round
     pending = len(number)
+
     while pending:
         pending = 0
         for j in range(len(number)):
             rows = left[j]
             if rows == 0:
                 continue
+
             k = number[j]
             first = at[j]
             f = fragments[k & mask]
             row = f.first + offset[j] - f.offset
             stop = fragment_stop(state, fragments, k)
             take = min(stop - row, rows)
+
             # consecutive row numbers are in consecutive slots of the ring
             slot = slot_of(row, slot_0, capacity)
             slots[first] = slot
+
             for i in range(first + 1, first + take):
                 slot += 1
                 if slot == capacity:
                     slot = 0
                 slots[i] = slot
+
             if len(follow):
                 # follow: the next slot in the sample, also for the row before this fragment; its last row is
                 # set below
@@ -132,14 +142,17 @@ def walk(
                 for i in range(first, first + take - 1):
                     follow[i] = slots[i + 1]
                 last = first + take - 1
+
                 if rows > take and f.pool >= 0:
                     patch[0, patched] = last
                     patch[1, patched] = f.pool
                     patched += 1
+
                 if rows == take:  # otherwise the next round sets it, without a cache miss
                     patched = _next_of(
                         fragments, capacity, slot_0, k, row + take, stop, last, follow, patch, patched
                     )
+
             left[j] = rows - take
             offset[j] += take
             at[j] = first + take
@@ -147,6 +160,7 @@ def walk(
             if rows > take:
                 _ask_for(fragments, k + f.next)
                 pending += 1
+
     return patched
 
 
@@ -187,12 +201,14 @@ def draw(
     number = np.empty(count, np.int64)
     offset = np.empty(count, np.int64)
     left = np.empty(count, np.int64)
+
     at = 0
     for j in range(count):
         c, rest = draw_chain(tree, uniform[2 * j])
         chain = chains[c]
         live = chain.total - chain.dropped
         places = max(live - length + 1 + early + late, 1)
+
         # first row of the slice, counted from the chain's first live row; negative where it reaches before it
         begin = (rest if start else min(np.int64(uniform[2 * j + 1] * places), places - 1)) - early
         stop = min(begin + length, live)
@@ -201,6 +217,7 @@ def draw(
         number[j], offset[j], left[j], firsts[j] = chain.last, chain.dropped + begin, take, at
         at += take
         lasts[j] = at - 1
+
     patched = walk(state, capacity, fragments, number, offset, left, firsts.copy(), slots, follow, patch)
     return at, patched
 
@@ -216,6 +233,7 @@ def mark(init: Int, done: Int, terminated: Int, truncated: Int, firsts: Int, las
     stops = flags(done, far)
     final = flags(terminated, far)
     cut = flags(truncated, far)
+
     for j in range(count):
         if init:
             starts[begin[j]] = True
@@ -248,16 +266,19 @@ def slices_from(
     rows, number = rows_in_slots(state, capacity, fragments, starts)
     offset = np.empty(count, np.int64)
     left = np.empty(count, np.int64)
+
     at = 0
     for j in range(count):
         if starts[j] < 0 or starts[j] >= capacity or rows[j] >= state[0].written or lengths[j] < 1:
             return -1 - j, 0
+
         f = fragments[number[j] & (len(fragments) - 1)]
         offset[j] = f.offset + rows[j] - f.first
         left[j] = min(chains[f.chain].total - offset[j], lengths[j])
         firsts[j] = at
         at += left[j]
         lasts[j] = at - 1
+
     patched = walk(state, capacity, fragments, number, offset, left, firsts.copy(), slots, follow, patch)
     return at, patched
 
@@ -270,11 +291,13 @@ def follow_rows(
     slot_0 = row_in_slot_0(state, capacity)
     patched = 0
     rows, numbers = rows_in_slots(state, capacity, fragments, slots)
+
     for i in range(len(slots)):
         stop = fragment_stop(state, fragments, numbers[i])
         patched = _next_of(
             fragments, capacity, slot_0, numbers[i], rows[i] + 1, stop, i, follow, patch, patched
         )
+
     return patched
 
 
@@ -287,10 +310,12 @@ def ahead_rows(state: Records, capacity: Int, fragments: Records, slots: Array, 
     mask = len(fragments) - 1
     slot_0 = row_in_slot_0(state, capacity)
     rows, numbers = rows_in_slots(state, capacity, fragments, slots)
+
     for i in range(len(slots)):
         row = rows[i]
         number = numbers[i]
         stop = fragment_stop(state, fragments, number)
+
         for j in range(ahead.shape[1]):
             if row == stop:
                 # on to the first row of the fragment that continues the trajectory
@@ -298,9 +323,11 @@ def ahead_rows(state: Records, capacity: Int, fragments: Records, slots: Array, 
                 if distance == 0:
                     ahead[i, j:] = -1
                     break
+
                 number += distance
                 row = fragments[number & mask].first
                 stop = fragment_stop(state, fragments, number)
+
             ahead[i, j] = slot_of(row, slot_0, capacity)
             row += 1
 

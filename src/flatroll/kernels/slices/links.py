@@ -50,6 +50,7 @@ def step_back(state: Records, fragments: Records, number: Int, offset: Int) -> I
     f = fragments[number & mask]
     if f.offset <= offset:
         return number
+
     far = number - f.jump
     # jump only to a live fragment that is still after the offset
     if f.jump and far >= state[0].first and fragments[far & mask].offset > offset:
@@ -77,6 +78,7 @@ def rows_in_slots(state: Records, capacity: Int, fragments: Records, slots: Arra
     first = state[0].first
     end = state[0].end
     head = state[0].head
+
     # the first row number at or after the head that falls into the slot
     rows = head + (slots - head) % capacity
     numbers = np.full(len(slots), first)
@@ -92,7 +94,9 @@ def rows_in_slots(state: Records, capacity: Int, fragments: Records, slots: Arra
             inside = later - end >> 63
             beyond = rows[j] - fragments[later & mask].first >> 63
             numbers[j] += step & inside & ~beyond
+
         step //= 2
+
     return rows, numbers
 
 
@@ -107,10 +111,12 @@ def draw_chain(tree: Array, uniform: float) -> tuple[Int, Int]:
     rest = min(np.int64(uniform * total), total - 1)
     c = 0
     step = size // 2
+
     # the first c weights sum up to at most the hit; each step tries to add ``step`` weights more
     while step:
         if tree[c + step] <= rest:
             c += step
             rest -= tree[c]
         step //= 2
+
     return c, rest

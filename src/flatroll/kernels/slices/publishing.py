@@ -36,6 +36,7 @@ def rehash(table: Records, chains: Records, larger: Records) -> Int:
         if c >= 0 and chains[c].id == table[i].id and chains[c].open and chains[c].total > chains[c].dropped:
             larger[_entry(larger, table[i].id)] = table[i]
             used += 1
+
     return used
 
 
@@ -62,6 +63,7 @@ def claim(
     s = state[0]
     # after the write the oldest row is ``capacity`` rows before the end
     head = s.head = max(s.head, s.written + rows - capacity)
+
     count = 0
     while s.first < s.end:
         f = fragments[s.first & (len(fragments) - 1)]
@@ -69,6 +71,7 @@ def claim(
         lost = min(head, stop) - f.first
         if lost <= 0:
             break
+
         chain = chains[f.chain]
         # fragments of a chain are dropped in order, so all its rows before these are dropped as well
         chain.dropped = f.offset + lost
@@ -76,10 +79,12 @@ def claim(
         count += 1
         if head < stop:
             break
+
         s.first += 1
         if f.pool >= 0:
             spare[s.spare] = f.pool
             s.spare += 1
+
         if chain.dropped == chain.total:
             s.live -= 1
             s.open -= chain.open
@@ -87,6 +92,7 @@ def claim(
             # put the chain slot in front of the list of free ones
             chain.last = s.free
             s.free = f.chain + 1
+
     return count
 
 
@@ -106,6 +112,7 @@ def _compare(
     """Compare the first row of each new fragment with the next values of the row that it continues, for `link`."""
     before, slots, agree = found
     stands = np.empty(len(joined), np.int64)  # index of the next value, in storage or in the batch
+
     for j in range(len(joined)):  # prefetch all before comparing one
         stands[j] = slots[j]
         if before[j] >= 0:
@@ -115,18 +122,27 @@ def _compare(
                 ask(pairs[k, 0] + stands[j] * pairs[k, 1])
         elif before[j] < -1:
             stands[j] = -2 - before[j] if pool else lasts[-2 - before[j]]
+
     wrong = 0
     for j in range(len(joined)):
         if before[j] == -1 or (joined[j] and not pool):
             continue
+
         agree[j] = 1
+
         for k in range(len(pairs)):
             size = pairs[k, 1]
-            later = pairs[k, 0] if before[j] >= 0 else source[pairs[k, 3]]
+            if before[j] >= 0:
+                later = pairs[k, 0]
+            else:
+                later = source[pairs[k, 3]]
+
             if not equal_bytes(later + stands[j] * size, source[pairs[k, 2]] + firsts[j] * size, size):
                 agree[j] = -1 if k < compared else 0
                 break
+
         wrong += agree[j] < 0 and not joined[j]
+
     return wrong
 
 
@@ -188,6 +204,7 @@ def link(
         size *= 2
     # the last fragment of each id within this write: fragment + 1 in the field ``chain``
     seen: Records = np.zeros(size, table.dtype)
+
     for j in range(count):
         before[j] = slots[j] = -1
         if joined[j]:
@@ -203,6 +220,7 @@ def link(
                 i = seen[_entry(seen, ids[j])].chain - 1
             elif j == 0:
                 c = s.newest - 1
+
             if i >= 0:
                 if not done[i] and (len(step_first) == 0 or step_first[j] == step_last[i] + 1):
                     before[j] = -2 - i
@@ -212,10 +230,12 @@ def link(
                     if row >= head:
                         before[j] = c
                         slots[j] = row % capacity
+
         if len(ids):
             at = _entry(seen, ids[j])
             seen[at].id = ids[j]
             seen[at].chain = j + 1
+
     found[2] = 0
     if not len(pairs):
         return 0
@@ -242,6 +262,7 @@ def keep(
     s = state[0]
     pool[:] = 0
     count = 0
+
     free = 0
     for j in range(len(before)):
         if agree[j] > 0 and before[j] < -1:
@@ -249,10 +270,12 @@ def keep(
         elif agree[j] > 0 and before[j] >= 0:
             released[free] = before[j]
             free += 1
+
     for j in range(len(before)):
         if pool[j] == 0:
             kept[count] = j
             count += 1
+
     if count > s.spare:
         return count, -1
     s.spare -= count
@@ -273,12 +296,14 @@ def _new_chain(state: Records, chains: Records, ids: Array, j: Int) -> Int:
     else:
         c = s.slots
         s.slots += 1
+
     chain = chains[c]
     chain.id = ids[j] if len(ids) else s.created
     chain.total = chain.dropped = chain.open = 0
     chain.last = -1
     s.created += 1
     s.live += 1
+
     return c
 
 
@@ -296,6 +321,7 @@ def _attach(state: Records, fragments: Records, chains: Records, c: Int, row: In
     if 0 <= last == number - 1 and fragments[last & mask].pool < 0:
         fragments[last & mask].pool = pool
         return
+
     s.end += 1
     f = fragments[number & mask]
     f.first, f.offset, f.chain, f.pool = row, chain.total, c, pool
@@ -303,9 +329,11 @@ def _attach(state: Records, fragments: Records, chains: Records, c: Int, row: In
     chain.last = number
     if last < 0:
         return
+
     before = fragments[last & mask]
     before.next = f.prev = f.jump = number - last
     f.span = 1
+
     # Myers' rule: two consecutive jumps of the same length become one jump over both
     far = last - before.jump
     if far >= s.first and fragments[far & mask].span == before.span:
@@ -349,6 +377,7 @@ def publish(
         spare[s.spare] = f.pool
         s.spare += 1
         f.pool = -1
+
     for j in range(len(firsts)):
         c = before[j]
         if c < -1:
@@ -357,6 +386,7 @@ def publish(
             c = _new_chain(state, chains, ids, j)
         chain = chains[c]
         _attach(state, fragments, chains, c, s.written + firsts[j], pool[j] if len(pool) else -1)
+
         # the fragment's length: up to the next one, or to the end of the write
         chain.total += (firsts[j + 1] if j + 1 < len(firsts) else rows) - firsts[j]
         is_open = 0 if done[j] else 1
@@ -369,8 +399,10 @@ def publish(
             s.ids += table[at].chain == 0
             table[at].id = ids[j]
             table[at].chain = c + 1
+
         touched[j] = c
         s.newest = c + 1
+
     # last, because readers may read all rows before ``written``
     s.written += rows
 
@@ -401,9 +433,11 @@ def rebuild(
     """
     s = state[0]
     s.first = s.end = s.live = s.open = s.newest = s.ids = 0
+
     for c in range(len(ids)):
         chains[c].id = ids[c]
         chains[c].last = -1
+
     for j in range(len(firsts)):
         c = chain[j]
         s.live += chains[c].total == 0
@@ -411,12 +445,15 @@ def rebuild(
         chains[c].total += (firsts[j + 1] if j + 1 < len(firsts) else s.written) - firsts[j]
         if j == 0:  # the oldest fragment may have lost rows
             chains[c].dropped = s.head - firsts[j]
+
     s.slots = len(ids)
+
     # each free slot holds 1 + the next one in its ``last``, 0 at the end
     s.free = 0
     for i in range(len(free) - 1, -1, -1):
         chains[free[i]].last = s.free
         s.free = free[i] + 1
+
     s.spare = len(free_entries)
     spare[: s.spare] = free_entries
 
@@ -455,6 +492,7 @@ def weigh(
         now = np.int64(0)
         if n >= least:
             now = np.int64(max(n - length + 1 + span, 1) if start else 1)
+
         change = now - weight[c]
         if change:
             weight[c] = now

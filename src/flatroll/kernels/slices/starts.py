@@ -23,14 +23,17 @@ def _nearest_mark(
     slot_0 = row_in_slot_0(state, capacity)
     step = 1 if limit >= offset else -1
     number = fragment_holding(state, fragments, last, offset)
+
     while True:
         f = fragments[number & mask]
         row = f.first + offset - f.offset
+
         # the row number just beyond the fragment, in the direction of the search
         if step > 0:
             stop = fragment_stop(state, fragments, number)
         else:
             stop = f.first - 1
+
         while row != stop:
             if marks[slot_of(row, slot_0, capacity)]:
                 return offset
@@ -38,6 +41,7 @@ def _nearest_mark(
                 return -1
             row += step
             offset += step
+
         number += f.next if step > 0 else -f.prev
 
 
@@ -59,6 +63,7 @@ def _marked_start(
     full = max(high - length, low)  # the last row with ``length`` rows from it on, as an offset
     if high <= low or (strict and high - low < length):
         return -1
+
     # the last mark at which a slice may begin: the first from which a slice reaches the end of the chain,
     # else the last one before it
     final = np.int64(-1)
@@ -68,16 +73,19 @@ def _marked_start(
         final = _nearest_mark(state, capacity, fragments, last, marks, full, low)
     if final < 0:
         return -1
+
     # rows are drawn up to the mark after that one
     end = high
     if final + 1 < high:
         after = _nearest_mark(state, capacity, fragments, last, marks, final + 1, high - 1)
         end = high if after < 0 else after
+
     drawn = low + min(np.int64(uniform * (end - low)), end - low - 1)
     at = _nearest_mark(state, capacity, fragments, last, marks, drawn, low)
     if at < 0:
         at = _nearest_mark(state, capacity, fragments, last, marks, drawn, final)
     f = fragments[fragment_holding(state, fragments, last, at) & (len(fragments) - 1)]
+
     return slot_of(f.first + at - f.offset, row_in_slot_0(state, capacity), capacity)
 
 
@@ -112,6 +120,7 @@ def draw_marked(
     for j in range(len(starts)):
         c, _ = draw_chain(tree, uniform[2 * j])
         slot = np.int64(-1)
+
         for _ in range(used):
             slot = _marked_start(
                 state, capacity, fragments, chains[c], marks, uniform[2 * j + 1], length, strict
@@ -119,9 +128,11 @@ def draw_marked(
             if slot >= 0:
                 break
             c = c + 1 if c + 1 < used else 0
+
         if slot < 0:
             return j
         starts[j] = slot
+
     return len(starts)
 
 
@@ -149,23 +160,28 @@ def slice_partition(
     s = state[0]
     mask = len(fragments) - 1
     slot_0 = row_in_slot_0(state, capacity)
+
     count = 0
     for number in range(s.first, s.end):
         f = fragments[number & mask]
         if begin[f.chain] < 0:
             continue
+
         chain = chains[f.chain]
         # offsets of the fragment's first live row, of the row after its last one, and of the first slice
         low = max(f.offset, chain.dropped)
         high = f.offset + fragment_stop(state, fragments, number) - f.first
+
         at = chain.dropped + begin[f.chain]
         if again and not strict and low == chain.dropped and low < at:
             partition[0, count] = slot_of(f.first + low - f.offset, slot_0, capacity)
             partition[1, count] = at - low
             count += 1
+
         if again and at < low:
             # skip to the first slice that begins in this fragment
             at += (low - at + length - 1) // length * length
+
         while low <= at < high and not (strict and at + length > chain.total):
             partition[0, count] = slot_of(f.first + at - f.offset, slot_0, capacity)
             partition[1, count] = min(length, chain.total - at)
@@ -173,6 +189,7 @@ def slice_partition(
             if not again:
                 break
             at += length
+
     return count
 
 
@@ -186,8 +203,10 @@ def _slots_between(
     """
     if low > high:
         return at
+
     slot_0 = row_in_slot_0(state, capacity)
     number = fragment_holding(state, fragments, number, low)
+
     while True:
         f = fragments[number & (len(fragments) - 1)]
         row = f.first + low - f.offset
@@ -218,15 +237,18 @@ def new_starts(
     """
     s = state[0]
     mask = len(fragments) - 1
+
     # the fragment that holds row ``first``
     number = s.end - 1
     while number > s.first and fragments[number & mask].first > first:
         number -= 1
+
     count = 0
     while number < s.end:
         f = fragments[number & mask]
         chain = chains[f.chain]
         old = f.offset + max(first - f.first, 0)  # rows of the chain before these
+
         # a new row completes the slice that begins ``length - 1`` rows before it
         low = max(old - length + 1, chain.dropped)
         high = f.offset + fragment_stop(state, fragments, number) - f.first - length
@@ -234,6 +256,7 @@ def new_starts(
             low = high = chain.dropped
         count = _slots_between(state, capacity, fragments, number, low, high, slots, count)
         number += 1
+
     return count
 
 
@@ -254,4 +277,5 @@ def shortened_trajectories(
         if 0 < chain.total - chain.dropped < length:
             first = chain.dropped
             count = _slots_between(state, capacity, fragments, chain.last, first, first, slots, count)
+
     return count

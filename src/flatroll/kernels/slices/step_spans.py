@@ -65,15 +65,18 @@ def step_spans(
     mask = len(fragments) - 1
     count = len(places)
     slots = np.zeros(count, np.int64)
+
     for i in range(count):
         step = places[i] // num_envs
         if oldest < 0:
             if step < stored:
                 return False
             continue
+
         # the row itself, or if it is waiting, its env's last stored row, which may belong to the same trajectory
         env = places[i] - step * num_envs
         step = min(step, stored - 1)
+
         low = 0
         high = used
         while low < high:
@@ -82,16 +85,20 @@ def step_spans(
                 low = middle + 1
             else:
                 high = middle
+
         number = windows[1, low - 1] + env * windows[2, low - 1] + step - windows[0, low - 1]
         if low == 0 or number < state[0].head:
             return False
         slots[i] = number % capacity
+
     rows, numbers = rows_in_slots(state, capacity, fragments, slots)
+
     for i in range(count):
         step = places[i] // num_envs
         env = places[i] - step * num_envs
         at = step - stored
         joined = False
+
         if oldest >= 0:
             f = fragments[numbers[i] & mask]
             chain = chains[f.chain]
@@ -99,10 +106,12 @@ def step_spans(
             before = f.offset + rows[i] - f.first - chain.dropped
             spans[0, i] = known - min(before, known - oldest)
             stop = known + chain.total - chain.dropped - before
+
             # does the trajectory continue in the first run of the waiting rows?
             if filled and stop == stored and chain.open:
                 joined = chain.id == ids[env, 0] and not init[env, 0]
             spans[1, i] = stored + _run_stop(init, ids, done, env, 0, filled) if joined else stop
+
         if at >= 0:
             first = at
             while not _starts(init, ids, done, env, first):
@@ -110,4 +119,5 @@ def step_spans(
             if first > 0 or not joined:
                 spans[0, i] = stored + first
                 spans[1, i] = stored + _run_stop(init, ids, done, env, at, filled)
+
     return True

@@ -63,6 +63,7 @@ def locate(
     count = 0
     known = np.int64(0)
     slot_0 = head - head % capacity  # number of the row that slot 0 held when the oldest row was written
+
     for i in range(len(places)):
         step = places[i] // num_envs
         env = places[i] - step * num_envs
@@ -71,6 +72,7 @@ def locate(
             waiting[1, count] = env * length + step - stored
             count += 1
             continue
+
         # The last window that begins at or before the step. First guess that all windows have ``length``
         # steps, else search: windows 0 ... low - 1 begin at or before the step, windows from high on begin
         # after it.
@@ -84,6 +86,7 @@ def locate(
                     low = middle + 1
                 else:
                     high = middle
+
         if low == 0:
             return -1
         number = windows[1, low - 1] + env * windows[2, low - 1] + step - windows[0, low - 1]
@@ -91,6 +94,7 @@ def locate(
             return -1
         known = slot_of(number, slot_0, capacity)
         slots[i] = known
+
     for j in range(count):
         slots[waiting[0, j]] = known
     return count
@@ -135,9 +139,11 @@ def read_steps(
     wait = locate(places, num_envs, windows, used, head, capacity, stored, length, slots, waiting)
     if wait < 0:
         return False
+
     source = columns[0]
     size = columns[1]
     staged = columns[2]
+
     if wait < count:
         follow = np.empty(count, np.int64)
         patch = np.empty((2, count), np.int64)
@@ -146,5 +152,6 @@ def read_steps(
             patched = follow_rows(state, capacity, fragments, slots, follow, patch)
         found = patch[:, :patched]
         gather_next(source, target, size, capacity, roots, slots, follow, found, pool, _ANY)
+
     scatter(staged, target, size, waiting[1, :wait], waiting[0, :wait])
     return True

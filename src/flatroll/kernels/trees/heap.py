@@ -23,6 +23,7 @@ def _sink(heap: Array, rank: Array, number: Array, live: Int) -> None:
     """Move the entry on top down to its place."""
     slot = heap[0]
     i = 0
+
     # the children of entry i are the entries 2 i + 1 and 2 i + 2; the worse of them moves up
     while 2 * i + 1 < live:
         child = 2 * i + 1
@@ -32,6 +33,7 @@ def _sink(heap: Array, rank: Array, number: Array, live: Int) -> None:
             break
         heap[i] = heap[child]
         i = child
+
     heap[i] = slot
 
 
@@ -47,14 +49,17 @@ def make_room(state: Array, heap: Array, rank: Array, number: Array, best: Array
     live = state[0]["live"]
     # use free slots first, then those of rows that are worse than the best new row without a slot
     room = min(len(best), len(heap) - live)
+
     while room < len(best) and live > 0 and best[room] > rank[heap[0]]:
         live -= 1
         slot = heap[0]
+
         # the worst row's slot becomes the first free one; the slot that was there sinks to its place
         heap[0], heap[live] = heap[live], slot
         _sink(heap, rank, number, live)
         number[slot] = gone
         room += 1
+
     state[0]["live"] = live
     state[0]["head"] = state[0]["written"] - live
     return room
@@ -73,11 +78,13 @@ def push(
     """
     live = state[0]["live"]
     used = state[0]["used"]
+
     for k in range(len(ranks)):
         i = live + k
         slot = heap[i]
         used = max(used, slot + 1)  # slots ever used come first
         rank[slot], number[slot] = ranks[k], numbers[k]
+
         # up towards the top, past parents that are better
         while i > 0:
             parent = (i - 1) // 2
@@ -85,7 +92,9 @@ def push(
                 break
             heap[i] = heap[parent]
             i = parent
+
         heap[i] = slot
+
     state[0]["live"], state[0]["used"] = live + len(ranks), used
     state[0]["written"] += offered
     state[0]["head"] = state[0]["written"] - state[0]["live"]

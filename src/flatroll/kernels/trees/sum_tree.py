@@ -39,6 +39,7 @@ def _refresh(nodes: Array, levels: Array, k: Int, i: Int) -> None:
     """Compute node ``i`` of level ``k`` from its children."""
     total = 0.0
     least = np.inf
+
     # leaves hold weights only; a group of FAN siblings of a higher level holds FAN sums, then FAN least weights
     if k == 1:
         at = levels[0, 0] + i * FAN
@@ -52,6 +53,7 @@ def _refresh(nodes: Array, levels: Array, k: Int, i: Int) -> None:
         for j in range(FAN):
             total += nodes[at + j]
             least = min(least, nodes[at + FAN + j])
+
     # the node's own entries, in the group of its siblings
     at = levels[k, 0] + i // FAN * 2 * FAN + i % FAN
     nodes[at] = total
@@ -74,11 +76,14 @@ def set_leaves(nodes: Array, levels: Array, slots: Array, weights: Array) -> Non
     # level by level, refresh the parents of changed nodes; adjacent nodes with a common parent are merged in place
     children = slots.copy()
     count = len(slots)
+
     for k in range(1, len(levels)):
         if levels[k, 1] <= count:  # fewer nodes than changes
             _refresh_from(nodes, levels, k)
             return
+
         last = np.int64(-1)
+
         parents = 0
         for i in range(count):
             parent = children[i] // FAN
@@ -86,6 +91,7 @@ def set_leaves(nodes: Array, levels: Array, slots: Array, weights: Array) -> Non
                 _refresh(nodes, levels, k, parent)
                 children[parents] = last = parent
                 parents += 1
+
         count = parents
 
 
@@ -95,6 +101,7 @@ def fill_leaves(nodes: Array, levels: Array, first: Int, count: Int, value: Floa
     low = first
     high = first + count - 1
     nodes[levels[0, 0] + low : levels[0, 0] + high + 1] = value
+
     for k in range(1, len(levels)):
         # parents of the first and the last changed node; all nodes between them are parents of changed nodes as well
         low = low // FAN
@@ -115,6 +122,7 @@ def find(nodes: Array, levels: Array, uniform: Array, slots: Array) -> None:
     total = nodes[levels[depth, 0]]
     rest = uniform * total  # weight between the node's first leaf and the hit
     slots[:] = 0
+
     for k in range(depth - 1, -1, -1):
         stride = FAN if k == 0 else 2 * FAN
         for i in range(len(uniform)):
@@ -128,6 +136,7 @@ def find(nodes: Array, levels: Array, uniform: Array, slots: Array) -> None:
                 if passed <= rest[i]:
                     before = passed
                     child += 1
+
             # rounding left a remainder beyond all children
             if child == FAN:
                 child -= 1
@@ -135,6 +144,7 @@ def find(nodes: Array, levels: Array, uniform: Array, slots: Array) -> None:
                     child -= 1
             else:
                 rest[i] -= before
+
             slots[i] = slots[i] * FAN + child
 
 
@@ -156,9 +166,11 @@ def draw(
     """
     find(nodes, levels, uniform, slots)
     least = nodes[levels[len(levels) - 1, 0] + FAN]
+
     # slots before the head's slot have been written once more than the others
     base = head % capacity
     turn = head // capacity
+
     for i in range(len(slots)):
         ratios[i] = nodes[slots[i]] / least
         generation[i] = turn + (slots[i] < base)
@@ -178,6 +190,7 @@ def spread(
     """Set entries ``firsts[j] ... lasts[j]`` of ``each`` to ``ratios[j]``; set the ``generation`` of these rows."""
     base = head % capacity
     turn = head // capacity
+
     for j in range(len(ratios)):
         for i in range(firsts[j], lasts[j] + 1):
             each[i] = ratios[j]
@@ -221,6 +234,7 @@ def standing(
     front = 0
     base = head % capacity
     turn = head // capacity
+
     for i in range(len(slots)):
         slot = slots[i]
         value = priority[i]
@@ -230,12 +244,14 @@ def standing(
             return front, i, -1
         if not 0 <= value <= most:
             return front, -1, i
+
         # generation of the row now in the slot; ``now * capacity + slot`` is its row number
         now = turn + (slot < base)
         if now * capacity + slot < written and (len(generation) == 0 or now == generation[i]):
             slots[front] = slot
             priority[front] = value
             front += 1
+
     return front, -1, -1
 
 
@@ -261,6 +277,7 @@ class SumTree:
         # (first entry, nodes) of each level: the leaves, then sums and least weights, up to one node
         count = _whole_nodes(capacity)
         levels = [(0, count)]
+
         size = count
         while count > 1:
             count = _whole_nodes(count) // FAN
@@ -283,6 +300,7 @@ class SumTree:
             raise ValueError(
                 f"the pickle is damaged: {leaves.shape} leaves are not weights of {capacity} slots"
             )
+
         SumTree.__init__(self, capacity)
         self.leaves[:] = leaves
         _refresh_from(self.nodes, self.levels, 1)
@@ -346,6 +364,7 @@ class SumTree:
             raise ValueError(
                 f"shares must be from 0 up to 1, of a total above 0, got {uniform} of {self.total}"
             )
+
         slots = np.empty(len(shares), np.int64)
         find(self.nodes, self.levels, shares, slots)
         return slots

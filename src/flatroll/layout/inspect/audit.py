@@ -35,7 +35,10 @@ class Finding:
     severity: Severity = "error"
 
     def __str__(self) -> str:
-        where = "batch" if self.row == WHOLE_BATCH else f"row {self.row}"
+        if self.row == WHOLE_BATCH:
+            where = "batch"
+        else:
+            where = f"row {self.row}"
         doubt = " (suspicious)" if self.severity == "suspicious" else ""
         return f"{where} [{self.rule}]{doubt} {self.text}"
 
@@ -51,14 +54,29 @@ class Findings(list[Finding]):
     def __repr__(self) -> str:
         if not self:
             return "[]"
+
         lines = []
         for _, group in groupby(self, lambda one: (one.rule, one.severity, _MORE.sub("", one.text))):
             same = list(group)
             more = _MORE.search(same[-1].text)
-            count = len(same) + (int(more[1]) if more else 0)
-            rows = ", ".join(str(one.row) for one in same[:3]) + (", ..." if count > 3 else "")
+            if more:
+                others = int(more[1])
+            else:
+                others = 0
+            count = len(same) + others
+            if count > 3:
+                tail = ", ..."
+            else:
+                tail = ""
+            rows = ", ".join(str(one.row) for one in same[:3]) + tail
             line = str(Finding(same[0].row, same[0].rule, _MORE.sub("", same[0].text), same[0].severity))
-            lines.append(line if count == 1 else f"{count} rows: {rows} {line[line.index('[') :]}")
+
+            if count == 1:
+                one = line
+            else:
+                one = f"{count} rows: {rows} {line[line.index('[') :]}"
+            lines.append(one)
+
         return "\n".join(lines)
 
 
@@ -120,23 +138,28 @@ def audit(batch: TensorDictBase, *, keys: Sequence[NestedKey] | None = None, lim
         return Findings([Finding(WHOLE_BATCH, "batch_size", text)])
     if batch.shape[0] == 0:
         return Findings()
+
     observations = observation_keys(batch) if named is None else named
     unpadded = rules.UnpaddedRows(batch, observations)
     breaches = list(rules.shapes_and_dtypes(batch, observations))
     if not unpadded.has_marker:
         text = f"none of {IS_INIT!r}, {DONE!r}, {TRAJ_IDS!r} is there and usable: runs cannot be told apart"
         breaches.append(rules.whole("markers", text))
+
     breaches += rules.padding(batch)
     for rule in rules.RULES:
         breaches += rule(unpadded)
+
     findings = Findings()
     for breach in breaches:
         shown = breach.rows[:limit]
         more = len(breach.rows) - limit
+
         for row in shown:
             if more > 0 and row == shown[-1]:
                 last = f" (and {more} more rows)"
             else:
                 last = ""
             findings.append(Finding(row, breach.rule, breach.text + last, breach.severity))
+
     return findings

@@ -46,16 +46,19 @@ def describe(batch: TensorDictBase) -> str:
         if not isinstance(column, torch.Tensor):
             rows.append((name, "", "no tensor", "", ""))
             continue
+
         size = column.numel() * column.element_size()
         total += size
         shape = str(list(column.shape[batch.batch_dims :]))
         dtype = str(column.dtype).removeprefix("torch.")
         rows.append((name, shape, dtype, f"{size // max(n, 1):,}", f"{size:,}"))
+
     head = f"{n:,} row{'s' * (n != 1)}, {total:,} bytes ({total // max(n, 1):,} a row)"
     columns = ("column", "shape", "dtype", "bytes/row", "bytes")
     lines = [head, *_describe_runs(batch)]
     rows.sort()
     html = html_lines(lines) + html_table(rows, columns, numbers=2)
+
     return Text("\n".join([*lines, "", *_table([columns, *rows])]), html)
 
 
@@ -63,12 +66,14 @@ def _describe_runs(batch: TensorDictBase) -> list[str]:
     """Return the lines about runs: their number, ends and lengths."""
     if all(batch.get(key, None) is None for key in (IS_INIT, DONE, TRAJ_IDS)):
         return ["no boundary marker, so no runs"]
+
     ends = run_ends(batch)
     mask = optional_marker(batch, MASK)
     real = torch.ones_like(ends) if mask is None else mask
     last = (ends & real).reshape(-1)
     if not bool(last.any()):
         return ["0 runs"]
+
     flags = (optional_marker(batch, key) for key in (DONE, TERMINATED, TRUNCATED))
     done, terminated, truncated = (
         torch.zeros_like(last) if flag is None else flag.reshape(-1) for flag in flags
@@ -79,13 +84,16 @@ def _describe_runs(batch: TensorDictBase) -> list[str]:
         "done without either": done & ~terminated & ~truncated,
         "cut": ~(done | terminated | truncated),
     }
+
     counts = [(name, int((last & kind).sum())) for name, kind in kinds.items()]
     shown = ", ".join(f"{count:,} {name}" for name, count in counts if count or name != "done without either")
+
     # Real rows up to and including each run's last one; differences are the runs' lengths.
     real_rows_up_to = real.reshape(-1).cumsum(0)[last]
     lengths = real_rows_up_to.diff(prepend=last.new_zeros(1, dtype=torch.int64)).sort().values
     k = len(lengths)
     median = (lengths[(k - 1) // 2] + lengths[k // 2]).item() / 2
+
     known = optional_marker(batch, NEXT_KNOWN)
     if known is None:
         lost = torch.zeros_like(last)
@@ -94,9 +102,15 @@ def _describe_runs(batch: TensorDictBase) -> list[str]:
     hidden = int(lost.sum())
     cut_off = int((lost & kinds["truncated"]).sum())
     unknown = f"{hidden:,} of these ends have no last observation, {cut_off:,} of them truncated"
+
+    if hidden:
+        notes = [unknown]
+    else:
+        notes = []
+
     return [
         f"{k:,} run{'s' * (k != 1)}: {shown}",
-        *([unknown] if hidden else []),
+        *notes,
         f"run length: {int(lengths[0]):,} shortest, {median:,g} median, {int(lengths[-1]):,} longest",
     ]
 

@@ -55,11 +55,13 @@ def explain(batch: TensorDictBase, i: int, *, final: TensorDictBase | None = Non
         raise ValueError(
             f"batch must have batch size [N], got {list(batch.batch_size)}: join() concatenates the rows"
         )
+
     n = batch.shape[0]
     i = whole_number("i", i, -(2**63))
     if not -n <= i < n:
         raise IndexError(f"i={i} is not a row: the batch has {n} rows, 0..{n - 1}")
     row = _Row(batch, i % n)
+
     return Text("\n".join([row.where(), *row.start(), *row.end(), row.next_observation(final)]))
 
 
@@ -87,6 +89,7 @@ class _Row:
         column = self.batch.get(key, None)
         if column is None:
             return None
+
         numbers = flat_column(column, self.batch, key)
         if numbers.is_floating_point() or numbers.is_complex():
             raise TypeError(f"batch[{key!r}] must hold integers, got {numbers.dtype}")
@@ -101,6 +104,7 @@ class _Row:
         place = f"{which} the {last - first + 1} rows {first}..{last}, which are one run"
         if first == last:
             place = "a run of its own"
+
         names = []
         if (identity := self.number(TRAJ_IDS, i)) is not None:
             names.append(f"trajectory {identity}")
@@ -109,6 +113,7 @@ class _Row:
         if self.flag(MASK, i) is False:
             names.append("padding")
         named = f" ({', '.join(names)})" if names else ""
+
         return f"Row {i} of {self.batch.shape[0]}{named}: {place}."
 
     def start(self) -> list[str]:
@@ -116,6 +121,7 @@ class _Row:
         i = self.i
         if i != self.first:
             return []
+
         step = self.number(STEP_COUNT, i)
         is_init = self.flag(IS_INIT, i)
         if is_init and not step:
@@ -133,6 +139,7 @@ class _Row:
             what = "it goes on from rows that are not in this batch: its head was cut off"
         else:
             what = "an episode or a window of one begins here"
+
         return [f"It starts the run: {what} ({self._why(i - 1)})."]
 
     def _why(self, i: int) -> str:
@@ -141,6 +148,7 @@ class _Row:
             if i < 0:
                 return "first row of the batch"
             return "last row of the batch"
+
         before = self.number(TRAJ_IDS, i)
         after = self.number(TRAJ_IDS, i + 1)
         marks = {
@@ -149,6 +157,7 @@ class _Row:
             f"the trajectory id changes from {before} to {after}": before != after,
             "padding begins or ends": self.flag(MASK, i) != self.flag(MASK, i + 1),
         }
+
         return ", ".join(text for text, holds in marks.items() if holds)
 
     def end(self) -> list[str]:
@@ -156,6 +165,7 @@ class _Row:
         i = self.i
         if i != self.last:
             return [f"It is inside the run: returns and advantages go on to row {i + 1}."]
+
         done, terminated, truncated = (self.flag(key, i) for key in (DONE, TERMINATED, TRUNCATED))
         bootstrapped = "The value after it is bootstrapped, the trace stops."
         unknown = "Whether the value after it is bootstrapped cannot be told."
@@ -169,10 +179,12 @@ class _Row:
                 also = ", and truncated it on the same step: terminated wins"
             else:
                 also = ""
+
             return [
                 f"It ends the run: the env terminated the episode here{also}.",
                 "The value after it is 0: nothing is bootstrapped.",
             ]
+
         if truncated:
             in_slice = self.flag(IS_INIT, self.first) and self.number(STEP_COUNT, self.first)
             who = ("a time limit, or the end of a sampled slice", "the end of a slice, or a time limit")
@@ -187,6 +199,7 @@ class _Row:
         batch = self.batch
         after = f"observation of row {i + 1}"
         roots = observation_keys(batch)
+
         # If an entry is named "observation", other entries that also exist under "next", such as values, are
         # not observations.
         roots = [key for key in roots if as_tuple(key)[0] == OBSERVATION] or roots
@@ -194,14 +207,21 @@ class _Row:
         if keys:
             if self.flag(NEXT_KNOWN, i) is False:
                 return f"Its next observation is unknown: the env hides it ({NEXT_KNOWN!r} is False)."
+
             for key in keys:
                 value: Tensor = batch.get(next_key(key))[i]
                 if value.is_floating_point() and bool(value.isnan().any()):
                     return f"Its next observation is unknown: {next_key(key)!r} holds NaN here."
+
             copy = f", a copy of the {after}" if i != self.last else ""
-            own = "its own column" if len(keys) == 1 else "columns of its own,"
+            if len(keys) == 1:
+                own = "its own column"
+            else:
+                own = "columns of its own,"
+
             columns = ", ".join(repr(next_key(key)) for key in keys)
             return f"Its next observation is in {own} {columns}{copy}."
+
         deltas = batch.get(DELTA, None)
         if deltas is not None and (leaves := list(deltas.keys(True, True))):
             dtype = str(deltas.get(leaves[0]).dtype).removeprefix("torch.")
@@ -210,6 +230,7 @@ class _Row:
             return f"Its next observation is the {after}."
         if final is None:
             return "Its next observation is unknown: no column, no row and no final holds it."
+
         # the entry of final that follows row i, if there is one
         entry = (final.get("row") == i).nonzero()
         if len(entry):

@@ -18,11 +18,14 @@ def kinds_of(columns: Sequence[Tensor]) -> Tensor:
     for column in columns:
         if not column.numel():
             continue
+
         flat = column.detach().reshape(len(column), -1).contiguous()
         _, number = torch.unique(flat.view(torch.uint8), dim=0, return_inverse=True)
+
         # A pair (number, kinds) as one number; numbered again, so that it stays below N.
         pairs = number + kinds * (int(number.max()) + 1)
         _, kinds = torch.unique(pairs, return_inverse=True)
+
     return kinds
 
 

@@ -84,6 +84,7 @@ class UnpaddedRows:
         if mask is not None:
             self.numbers = mask.nonzero().squeeze(-1)
             batch = cast(TensorDictBase, batch[self.numbers])
+
         self.batch: TensorDictBase = batch
         self.keys = keys
         self.is_init = usable(batch, IS_INIT)
@@ -94,20 +95,24 @@ class UnpaddedRows:
         self.step = usable(batch, STEP_COUNT)
         self.said_done = self.done
         self.steps = _n_steps(batch)
+
         if self.steps is not None:
             # The flags of n-step rows are those of a later row, except where it is the row itself.
             own = self.steps == 1
             self.done, self.terminated, self.truncated = (
                 None if flag is None else flag & own for flag in (self.done, self.terminated, self.truncated)
             )
+
         markers = {IS_INIT: self.is_init, DONE: self.done, TRAJ_IDS: self.ids}
         present = {key: column for key, column in markers.items() if column is not None}
         self.has_marker = bool(present)
         every = torch.ones_like(self.numbers, dtype=torch.bool)
+
         if present:
             self.ends = run_ends(TensorDict(present, batch.batch_size))
         else:
             self.ends = every
+
         # Only a slice sampler marks every run's first row; a collector's windows begin anywhere.
         starts = starts_from(self.ends)
         self.in_slices = self.is_init is not None and bool((self.is_init | ~starts).all())
@@ -126,11 +131,13 @@ class UnpaddedRows:
         pairs: list[tuple[NestedKey, Tensor, Tensor]] = []
         if self.steps is not None:
             return pairs
+
         for key in self.keys:
             now = self.batch.get(key, None)
             later = self.batch.get(next_key(key), None)
             if now is not None and later is not None and (now.shape, now.dtype) == (later.shape, later.dtype):
                 pairs.append((key, now, later))
+
         return pairs
 
 
@@ -157,12 +164,14 @@ def usable(batch: TensorDictBase, key: NestedKey) -> Tensor | None:
     column = batch.get(key, None)
     if not isinstance(column, Tensor) or column.shape not in (batch.batch_size, (*batch.batch_size, 1)):
         return None
+
     wants_bool = CONTRACT[key][1] is torch.bool
     if wants_bool != (column.dtype is torch.bool) or (
         not wants_bool and (column.is_floating_point() or column.is_complex())
     ):
         return None
     flat: Tensor = column.reshape(batch.batch_size)
+
     return flat
 
 
@@ -175,13 +184,16 @@ def shapes_and_dtypes(batch: TensorDictBase, keys: Sequence[NestedKey]) -> Itera
     """Rules ``shape`` and ``dtype``: markers have the documented ones, next observations those of the root entries."""
     n = batch.shape[0]
     wanted = {key: ((n, *tail), dtype) for key, (tail, dtype) in CONTRACT.items()}
+
     for key in keys:
         if (root := batch.get(key, None)) is not None:
             wanted[next_key(key)] = (tuple(root.shape), root.dtype)
+
     for key, (shape, dtype) in wanted.items():
         column = batch.get(key, None)
         if column is None:
             continue
+
         if tuple(column.shape) != shape:
             yield whole("shape", f"{key!r} has shape {tuple(column.shape)}, expected {shape}")
         # Collectors write float32; rewards from a data set's files keep their dtype.
@@ -195,6 +207,7 @@ def padding(batch: TensorDictBase) -> Iterator[Breach]:
     is_init = usable(batch, IS_INIT)
     if mask is None:
         return
+
     if len(mask) and not bool(mask[0]):
         yield Breach("padding", [0], "padding stands before the first real row")
     if is_init is not None:
@@ -206,9 +219,11 @@ def done_flags(rows: UnpaddedRows) -> Iterator[Breach]:
     """``done``, ``done_without_reason``: done is terminated or truncated."""
     if rows.done is None:
         return
+
     for name, flag in (("terminated", rows.terminated), ("truncated", rows.truncated)):
         if flag is not None:
             yield rows.breach("done", flag & ~rows.done, f"{name} is True but done is False")
+
     if rows.terminated is not None and rows.truncated is not None:
         text = "done is True but neither terminated nor truncated is"
         yield rows.breach("done_without_reason", rows.done & ~rows.terminated & ~rows.truncated, text)
@@ -218,14 +233,17 @@ def step_counts(rows: UnpaddedRows) -> Iterator[Breach]:
     """Rules ``step_count``, ``next_step_count``: counts are not negative and rise by one along a run."""
     if rows.step is None:
         return
+
     # rows i that do not end their run, and whose step is not one below that of row i + 1
     jumps = ~rows.ends[:-1] & (rows.step[1:] != rows.step[:-1] + 1)
     yield rows.breach("step_count", jumps, "step_count is not one more than in the row before", shift=1)
     yield rows.breach("step_count", rows.step < 0, "step_count is negative")
+
     next_step = usable(rows.batch, next_key(STEP_COUNT))
     if next_step is not None:
         more = 1 if rows.steps is None else rows.steps
-        text = f"('next', 'step_count') is not step_count + {1 if rows.steps is None else STEPS_TO_NEXT_OBS}"
+        steps = 1 if rows.steps is None else STEPS_TO_NEXT_OBS
+        text = f"('next', 'step_count') is not step_count + {steps}"
         yield rows.breach("next_step_count", next_step != rows.step + more, text)
 
 
@@ -237,6 +255,7 @@ def first_rows(rows: UnpaddedRows) -> Iterator[Breach]:
     """
     if rows.is_init is None or rows.step is None:
         return
+
     yield rows.breach("is_init", (rows.step == 0) & ~rows.is_init, "step_count is 0 but is_init is False")
     if not rows.in_slices:
         text = "is_init is True in mid-episode, and the batch is no batch of slices"
@@ -251,6 +270,7 @@ def after_done(rows: UnpaddedRows) -> Iterator[Breach]:
     """
     if rows.is_init is None or rows.done is None:
         return
+
     # row i is done and row i + 1 is not a first row
     candidate = rows.done[:-1] & ~rows.is_init[1:]
     severity: Severity = "error"
@@ -260,6 +280,7 @@ def after_done(rows: UnpaddedRows) -> Iterator[Breach]:
         candidate &= rows.step[1:] == rows.step[:-1] + 1
     else:
         severity = "suspicious"
+
     yield rows.breach(
         "after_done", candidate, "the row before is done, but is_init is False", shift=1, severity=severity
     )
@@ -273,16 +294,18 @@ def silent_resets(rows: UnpaddedRows) -> Iterator[Breach]:
     """
     if rows.is_init is None or rows.said_done is None or rows.ids is None:
         return
+
     # row i + 1 is a first row of the trajectory of row i, which is not done
     again = rows.is_init[1:] & ~rows.said_done[:-1] & (rows.ids[1:] == rows.ids[:-1])
     if rows.step is not None:
         again &= (rows.step[1:] == 0) | ((rows.step[1:] == rows.step[:-1] + 1) & rows.in_slices)
     text = "is_init in the trajectory of the row before, which is not done: a reset that nothing announced"
-    if rows.in_slices:
-        text += " (or two slices sampled with truncated_key=None)"
-    yield rows.breach(
-        "silent_reset", again, text, shift=1, severity="suspicious" if rows.in_slices else "error"
-    )
+    if not rows.in_slices:
+        yield rows.breach("silent_reset", again, text, shift=1, severity="error")
+        return
+
+    text += " (or two slices sampled with truncated_key=None)"
+    yield rows.breach("silent_reset", again, text, shift=1, severity="suspicious")
 
 
 def trajectory_ids(rows: UnpaddedRows) -> Iterator[Breach]:
@@ -293,24 +316,30 @@ def trajectory_ids(rows: UnpaddedRows) -> Iterator[Breach]:
     """
     if rows.ids is None:
         return
+
     yield rows.breach("traj_id", rows.ids < 0, "the trajectory id is negative: no env wrote this row")
     if rows.step is None:
         return
+
     # rows sorted by id, then by step, then by place: twins are adjacent
     order = rows.step.argsort(stable=True)
     order = order[rows.ids[order].argsort(stable=True)]
     before = order[:-1]
     after = order[1:]
+
     # the same step of the same id, and whether it is another transition
     one_id = rows.ids[before] == rows.ids[after]
     twin = one_id & (rows.step[before] == rows.step[after])
     differs = torch.zeros_like(twin)
+
     for key in {ACTION, *rows.keys}:
         if isinstance(column := rows.batch.get(key, None), Tensor):
             differs |= ~same(column[before], column[after])
+
     text = (
         "an earlier row has this id and step_count and is another transition: the id names two trajectories"
     )
+
     # ``after`` holds row numbers in sorted order, so index_fill marks the rows in their original order
     other = torch.zeros_like(rows.ends).index_fill(0, after[twin & differs], True)
     yield rows.breach("traj_id", other, text)
@@ -319,6 +348,7 @@ def trajectory_ids(rows: UnpaddedRows) -> Iterator[Breach]:
         late = one_id & (rows.step[before] < rows.step[after]) & rows.terminated[before]
         over = torch.zeros_like(rows.ends).index_fill(0, after[late], True)
         yield rows.breach("traj_id", over, "this trajectory terminated at an earlier step")
+
     yield rows.breach("traj_id", _id_changes(rows), "the id changes, but the trajectory goes on", shift=1)
 
 
@@ -328,12 +358,14 @@ def _id_changes(rows: UnpaddedRows) -> Tensor:
     changed = torch.zeros_like(rows.ends[:-1])
     if rows.ids is None or rows.step is None or not pairs:
         return changed
+
     # another id, but the next step count and the expected observation
     goes_on = (rows.ids[1:] != rows.ids[:-1]) & (rows.step[1:] == rows.step[:-1] + 1)
     if rows.done is not None:
         goes_on &= ~rows.done[:-1]
     if rows.is_init is not None:
         goes_on &= ~rows.is_init[1:]
+
     for _, now, later in pairs:
         goes_on &= same(later[:-1], now[1:])
         changed |= ~same(now[1:], now[:-1])  # a constant observation shows nothing
@@ -356,9 +388,11 @@ def not_numbers(rows: UnpaddedRows) -> Iterator[Breach]:
         if column is not None and column.is_floating_point():
             holds_nan = column.isnan().reshape(len(rows.numbers), -1).any(1)
             yield rows.breach("nan", holds_nan, f"{key!r} holds NaN")
+
     deltas = rows.batch.get(DELTA, None)
     if deltas is None:
         return
+
     for key in deltas.keys(True, True):
         delta = deltas.get(key)
         name = (*DELTA, *as_tuple(key))
@@ -377,18 +411,24 @@ def reset_as_next(rows: UnpaddedRows) -> Iterator[Breach]:
     pairs = rows.pairs()
     if rows.done is None or not pairs or (rows.step is None and rows.ids is None):
         return
+
     # row i is done, and row i + 1 begins an episode
     ended = rows.done[:-1].clone()
     if rows.is_init is not None:
         ended &= rows.is_init[1:]
     # A slice may be followed by the slice that continues it: its first observation is then correctly the next one.
-    ended &= rows.step[1:] == 0 if rows.step is not None else rows.ids[1:] != rows.ids[:-1]  # type: ignore[index]
+    if rows.step is not None:
+        ended &= rows.step[1:] == 0
+    elif rows.ids is not None:
+        ended &= rows.ids[1:] != rows.ids[:-1]
     # ... with the next observation of row i, which is another than that of row i
     fresh = ended.clone()
     moves = torch.zeros_like(fresh)
+
     for _, now, later in pairs:
         fresh &= same(later[:-1], now[1:])
         moves |= ~same(now[1:], now[:-1])
+
     fresh &= moves
     if not bool(fresh.any()) or 2 * int(fresh.sum()) < int(ended.sum()):
         return
@@ -411,10 +451,12 @@ def jumps_to_reset(rows: UnpaddedRows) -> Iterator[Breach]:
     """
     if rows.is_init is None or bool(rows.is_init.all()):
         return
+
     for key in rows.keys:
         column = rows.batch.get(key, None)
         if column is None or not column.is_floating_point() or len(rows.numbers) < 2 or not column.numel():
             continue
+
         flat = column.reshape(len(rows.numbers), -1)
         # distance between the observations of adjacent rows
         move = (flat[1:] - flat[:-1]).abs().sum(1)
@@ -422,8 +464,10 @@ def jumps_to_reset(rows: UnpaddedRows) -> Iterator[Breach]:
         moving = inner & (move > 0)
         if not bool(moving.any()):
             continue
+
         kinds = kinds_of([column])
         start_like = inner & torch.isin(kinds[1:], kinds[rows.is_init])
+
         # large moves within a run to an observation that some first row has
         leaps = start_like & (move > 2 * move[moving].median())
         if not bool(leaps.any()) or 2 * int(leaps.sum()) < int(start_like.sum()):
@@ -442,12 +486,14 @@ def one_length(rows: UnpaddedRows) -> Iterator[Breach]:
         return
     if rows.truncated is not None and bool(rows.truncated.any()):
         return
+
     # terminated rows' steps are the lengths of their episodes
     lengths = rows.step[rows.terminated] + 1
     if rows.ids is None:
         episodes = len(lengths)
     else:
         episodes = len(torch.unique(rows.ids[rows.terminated]))
+
     if episodes >= 5 and bool((lengths == lengths[0]).all()) and int(lengths[0]) > 1:
         text = (
             f"all {episodes} ended episodes terminate after {int(lengths[0])} steps: is a time limit "

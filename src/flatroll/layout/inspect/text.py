@@ -22,7 +22,10 @@ class Text(str):
 
     def __new__(cls, text: str, html: str | None = None) -> Self:
         made = super().__new__(cls, text)
-        made.html = html_lines(text.split("\n")) if html is None else html
+        if html is None:
+            made.html = html_lines(text.split("\n"))
+        else:
+            made.html = html
         return made
 
     def _repr_html_(self) -> str:
@@ -62,7 +65,12 @@ class Facts:
 
     def _repr_html_(self) -> str:
         facts = {name: str(value) for name, value in self._facts().items()}
-        head = ": ".join([type(self).__name__, *([facts.pop("")] if "" in facts else [])])
+        if "" in facts:
+            own = [facts.pop("")]
+        else:
+            own = []
+        head = ": ".join([type(self).__name__, *own])
+
         return html_lines([head], "b") + html_table([(name.replace("_", " "), facts[name]) for name in facts])
 
 
@@ -79,5 +87,10 @@ def html_table(rows: Sequence[Sequence[str]], head: Sequence[str] = (), numbers:
         pairs = zip(cells, sides, strict=True)
         return "".join(f'<{tag} style="text-align:{side}">{escape(cell)}</{tag}>' for cell, side in pairs)
 
-    body = [*([line(head, "th")] if head else []), *(line(row, "td") for row in rows)]
+    if head:
+        first = [line(head, "th")]
+    else:
+        first = []
+    body = [*first, *(line(row, "td") for row in rows)]
+
     return "<table>" + "".join(f"<tr>{cells}</tr>" for cells in body) + "</table>"

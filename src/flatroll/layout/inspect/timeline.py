@@ -91,10 +91,12 @@ def timeline(
     except ImportError as error:
         text = 'timeline draws with matplotlib, which is missing: pip install "flatroll[plot]", or use timeline_svg'
         raise ImportError(text) from error
+
     shown, placed, rows, title = plan_drawing(batch, max_runs, title)
     if ax is None:
         height = min(max(0.2 * placed.count + 1.1, 1.8), 8.5)
         ax = plt.subplots(figsize=(9.0, height), layout="constrained")[1]
+
     _draw_frame(ax, placed, rows, title)
     _draw_ribbons(ax, placed, shown, *colour_values(batch, rows, color_by))
     _draw_marks(ax, placed, shown)
@@ -116,11 +118,18 @@ def plan_drawing(
     runs, rows = find_runs(batch)
     if not len(runs.first):
         raise ValueError("batch has no rows to draw")
+
     shown = RunTable(*(column[:max_runs] for column in runs))
     if not title:
         count = len(runs.first)
         title = f"{int(runs.length.sum()):,} rows in {count:,} run{'s' * (count != 1)}"
-        title += f", the first {max_runs:,} shown" if max_runs < count else ""
+        if max_runs < count:
+            limit = f", the first {max_runs:,} shown"
+        else:
+            limit = ""
+
+        title += limit
+
     return shown, lay_out(shown), rows, title
 
 
@@ -142,20 +151,24 @@ def find_runs(batch: TensorDictBase) -> tuple[RunTable, Ints]:
     else:
         rows = np.flatnonzero(to_numpy(mask))
     last = np.flatnonzero(to_numpy(run_ends(batch))[rows])
+
     # each run begins one row after the last row of the run before
     first = np.concatenate([[0], last[:-1] + 1]).astype(np.int64)[: len(last)]
     step = np.zeros(0, np.int64)
     begins = np.ones(len(first), np.bool_)
     is_init = optional_marker(batch, IS_INIT)
+
     if batch.get(STEP_COUNT, None) is not None:
         step = to_numpy(flat_column(batch.get(STEP_COUNT), batch, STEP_COUNT))[rows][first]
         begins = step == 0
     elif is_init is not None:
         begins = to_numpy(is_init)[rows][first]
+
     flags = (optional_marker(batch, key) for key in (TERMINATED, TRUNCATED, DONE))
     terminated, truncated, done = (
         np.zeros(len(last), bool) if flag is None else to_numpy(flag)[rows][last] for flag in flags
     )
+
     # Done without a reason is drawn as truncated, because consumers bootstrap there. The first true condition counts.
     end = np.select([terminated, truncated | done], [TERMINATES, TRUNCATES], IS_CUT)
     return RunTable(first, last - first + 1, step, np.where(begins, BEGINS, RESUMES), end), rows
@@ -202,6 +215,7 @@ def lay_out(runs: RunTable) -> Placement:
     count = len(runs.first)
     if count > MOST_LANES:
         return _end_to_end(runs)
+
     # by step of the episode, unless that would shrink the runs to dots
     every = np.arange(count)
     zero = np.zeros(count, np.int64)
@@ -219,10 +233,12 @@ def _end_to_end(runs: RunTable) -> Placement:
     least = total / MOST_LINES
     power = 10.0 ** np.floor(np.log10(max(least, 1.0)))
     width = max(20, int(next(k * power for k in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if k * power >= least)))
+
     # a run has a piece in each line from that of its first row to that of its last row
     start = runs.first - runs.first[0]
     pieces = (start + runs.length - 1) // width - start // width + 1
     run = np.repeat(np.arange(len(start)), pieces)
+
     # number of the piece within its run: its own number minus that of the run's first piece
     nth = np.arange(len(run)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     # a piece spans from the start of its line or of its run to the end of the line or of the run, whichever
@@ -234,6 +250,7 @@ def _end_to_end(runs: RunTable) -> Placement:
     skipped = left - start[run]
     x = left - lane * width
     heads = np.arange(count) * width
+
     return Placement(
         count, run, skipped, lane, x, right - left, "row within the line", heads, continuous=True
     )
@@ -246,6 +263,7 @@ def _draw_frame(ax: "Axes", placed: Placement, rows: Ints, title: str) -> None:
     margin = 0.012 * (right - left)
     ax.set_xlim(left - margin, right + margin)
     ax.set_ylim(placed.count - 0.4, -0.6)
+
     # at most 24 lanes get a number
     every = max(1, -(-placed.count // 24))
     ax.set_yticks(np.arange(placed.count)[::every], [f"{row:,}" for row in rows[placed.heads[::every]]])
@@ -267,6 +285,7 @@ def colour_values(
     """Return name and values of the colour column: floats for a colour bar, integers for a tint per trajectory."""
     if key is None:
         return "", None
+
     need_keys(color_by=key)
     column = require(batch, key)
     if column.numel() != batch.batch_size.numel():
@@ -274,6 +293,7 @@ def colour_values(
             f"color_by={key!r} must have one value per row, got shape {tuple(column.shape)} in a batch of "
             f"{tuple(batch.batch_size)}"
         )
+
     values = to_numpy(column)[rows]
     if as_tuple(key)[-1] == TRAJ_IDS[-1]:
         return "", np.unique(values, return_inverse=True)[1]
@@ -296,10 +316,12 @@ def _draw_ribbons(
         bar.ax.tick_params(length=0, labelsize=8, labelcolor=MUTED)
         bar.set_label(name, color=MUTED, fontsize=8.5)
         return
+
     if values is not None:
         faces = [TINTS[k % len(TINTS)] for k in values[runs.first][placed.run]]
     else:
         faces = [RIBBONS[k % 2 if placed.continuous else 0] for k in placed.run]
+
     boxes = _boxes(placed.x, placed.width, placed.lane)
     ax.add_collection(PolyCollection(boxes, facecolors=faces, linewidths=0))
 
@@ -323,22 +345,39 @@ def _draw_marks(ax: "Axes", placed: Placement, runs: RunTable) -> None:
     ribbon = min(2 * HALF * lane_points, 13.0)
     left = placed.at(every, np.zeros_like(every))
     right = placed.at(every, runs.length - 1)
+
     for kind, (name, style) in enumerate(MARKS):
         starts = kind in (BEGINS, RESUMES)
-        chosen = (runs.begin if starts else runs.end) == kind
+        if starts:
+            kinds = runs.begin
+        else:
+            kinds = runs.end
+        chosen = kinds == kind
         if not chosen.any():
             continue
+
         x, lane = left if starts else right
         side = max(ribbon * SIDE[kind], 2.5)
+
         # Inside the run and flush with its edge, so that marks of neighbours do not cover each other.
         if kind == BEGINS:
             inward = 0.0
         else:
-            inward = (0.5 if starts else -0.5) * (side + 2.0)
+            if starts:
+                side_shift = 0.5
+            else:
+                side_shift = -0.5
+            inward = side_shift * (side + 2.0)
+
         moved = ax.transData + ScaledTranslation(inward / 72, 0, ax.figure.dpi_scale_trans)
-        edge = x[chosen] + (-0.5 if starts else 0.5)
+        if starts:
+            edge_shift = -0.5
+        else:
+            edge_shift = 0.5
+        edge = x[chosen] + edge_shift
         label = f"{name} ({chosen.sum():,})"
         ax.scatter(edge, lane[chosen], s=side**2, label=label, zorder=3, transform=moved, **style)
+
     legend = ax.legend(
         loc="lower left",
         bbox_to_anchor=(0.0, 1.0),
@@ -351,6 +390,7 @@ def _draw_marks(ax: "Axes", placed: Placement, runs: RunTable) -> None:
         borderaxespad=0.2,
         borderpad=0.2,
     )
+
     for handle in legend.legend_handles:
         if handle is not None:
             handle.set_sizes([36.0])  # type: ignore[attr-defined]

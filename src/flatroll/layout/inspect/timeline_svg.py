@@ -108,6 +108,7 @@ def timeline_svg(
         *picture.tooltips(_trajectories(batch, rows, runs)),
         "</svg>",
     ]
+
     svg = "\n".join(parts)
     return Svg(svg, html=svg)
 
@@ -138,11 +139,13 @@ class _Picture:
         self.thick = 0.68 * pitch
         right = int((placed.x + placed.width).max())
         left = int(placed.x.min())
+
         # the step or row at the left edge
         if 2 * left < right:
             self.first = 0
         else:
             self.first = left
+
         self.last = right
         self.scale = (WIDTH - LEFT - RIGHT) / (right - self.first)
 
@@ -158,14 +161,20 @@ class _Picture:
         """Return the legend: each mark that occurs, its name and its count."""
         lines = []
         x = float(LEFT)
+
         for kind, (name, _) in enumerate(MARKS):
             count = int((self.runs.begin == kind).sum() + (self.runs.end == kind).sum())
             if count:
                 label = f"{name} ({count:,})"
                 shift = 3 if kind in (BEGINS, RESUMES) else 10
-                lines.append(self._mark_path(kind, f"M{x + shift:g} {27 if kind == BEGINS else 32}", 10))
+                if kind == BEGINS:
+                    height = 27
+                else:
+                    height = 32
+                lines.append(self._mark_path(kind, f"M{x + shift:g} {height}", 10))
                 lines.append(f'<text x="{x + 15:g}" y="36">{label}</text>')
                 x += 32 + 6.2 * len(label)
+
         return lines
 
     def axes(self, height: float) -> list[str]:
@@ -182,6 +191,7 @@ class _Picture:
         tick = max(1, int(next(k * power for k in (1, 2, 5, 10) if k * power >= span / 6)))
         ticks = range(-(-self.first // tick) * tick, self.last + 1, tick)
         steps = "".join(f'<text x="{self.x(at):g}" y="{height - 20:g}">{at:,}</text>' for at in ticks)
+
         return [
             f'<path d="{tracks}" stroke="{MUTED}" stroke-opacity=".13" stroke-width="{self.thick:g}"/>',
             f'<g fill="{MUTED}" text-anchor="end">{numbers}<text x="{LEFT - 6}" y="{TOP - 4}">first row</text></g>',
@@ -198,10 +208,12 @@ class _Picture:
         lane = placed.lane
         colours: tuple[str, ...] = TINTS
         note: list[str] = []
+
         if name and values is not None:
             colours = SCALE
             shade, note = self._shades(name, values)
             piece, place, row = placed.rows(runs)
+
             # adjacent rows of one piece and one shade form one stroke
             shades = shade[row]
             heads = np.flatnonzero(
@@ -219,6 +231,7 @@ class _Picture:
                 colour = placed.run % 2
             else:
                 colour = np.zeros_like(placed.run)
+
         lines = []
         for number in np.unique(colour):
             chosen = colour == number
@@ -228,8 +241,10 @@ class _Picture:
                 self.x((x + width)[chosen]).tolist(),
                 strict=True,
             )
+
             path = "".join(f"M{start:g} {y:g}H{stop:g}" for start, y, stop in strokes)
             lines.append(f'<path d="{path}" stroke="{colours[number]}" stroke-width="{self.thick:g}"/>')
+
         return lines + note
 
     def _shades(self, name: str, values: npt.NDArray[Any]) -> tuple[Ints, list[str]]:
@@ -244,6 +259,7 @@ class _Picture:
             f'<rect x="{x + 14 * k:g}" y="8" width="14" height="10" fill="{c}"/>' for k, c in enumerate(SCALE)
         )
         label = f'<text x="{x - 6:g}" y="17" text-anchor="end">{escape(name)} {low:.4g}</text>'
+
         return shade, [
             boxes,
             label,
@@ -256,17 +272,32 @@ class _Picture:
         every = np.arange(len(self.runs.first))
         left = self.placed.at(every, np.zeros_like(every))
         right = self.placed.at(every, runs.length - 1)
+
         lines = []
         for kind in range(len(MARKS)):
             starts = kind in (BEGINS, RESUMES)
-            chosen = (runs.begin if starts else runs.end) == kind
+            if starts:
+                kinds = runs.begin
+            else:
+                kinds = runs.end
+            chosen = kinds == kind
             if chosen.any():
                 at, lane = left if starts else right
-                x = self.x(at[chosen] + (-0.5 if starts else 0.5))
+                if starts:
+                    x_shift = -0.5
+                else:
+                    x_shift = 0.5
+                x = self.x(at[chosen] + x_shift)
+
                 # the line of a beginning goes down from the upper edge of the ribbon
-                y = self.y(lane[chosen]) - (self.thick / 2 if kind == BEGINS else 0)
+                if kind == BEGINS:
+                    y_shift = self.thick / 2
+                else:
+                    y_shift = 0
+                y = self.y(lane[chosen]) - y_shift
                 points = (f"M{a:g} {b:.1f}" for a, b in zip(x.tolist(), y.tolist(), strict=True))
                 lines.append(self._mark_path(kind, points, self.thick))
+
         return lines
 
     def _mark_path(self, kind: int, points: str | Iterable[str], height: float) -> str:
@@ -284,6 +315,7 @@ class _Picture:
             for column in (self.x(placed.x), self.y(placed.lane), self.x(placed.x + placed.width))
         )
         lines = [f'<g stroke="#000" stroke-opacity="0" stroke-width="{self.thick:g}">']
+
         for run in range(len(runs.first)):
             pieces = range(first_piece[run], first_piece[run + 1])
             path = "".join(f"M{x[k]:g} {y[k]:g}H{end[k]:g}" for k in pieces)

@@ -30,6 +30,7 @@ def fastest_backend(net: nn.RNNBase, rows: Tensor, index: RunIndex) -> str:
     """
     if not isinstance(net, (nn.GRU, nn.LSTM)):
         return "scan"
+
     steps = len(index.batch_sizes)
     runs = len(index.first)
     wide = len(rows) >= WIDE * steps

@@ -35,12 +35,14 @@ def dense_gru(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) ->
     # states by layer, in the stock call's memory layout, which affects its results bitwise
     first = torch.split(states[0].contiguous(), 1)
     finals: list[Tensor] = []
+
     for layer, weights in enumerate(net.all_weights):
         if layer and net.dropout:
             by_step = nn.functional.dropout(by_step, net.dropout, net.training)
         arguments = (by_step, first[layer], *(*weights, None, None)[:4])
         by_step = _Layer.apply(*arguments)  # type: ignore[no-untyped-call]  # torch leaves it so
         finals.append(by_step[-1])
+
     # a copy: an in-place activation on the output must not change tensors saved for backward
     out = by_step.transpose(0, 1).clone(memory_format=torch.contiguous_format)
     return out.view(len(rows), -1), (torch.stack(finals),)
@@ -65,18 +67,20 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         rows, first, w_ih, w_hh, b_ih, b_hh, out = ctx.saved_tensors
-        (steps, runs, _) = out.shape
+        steps, runs, _ = out.shape
         shape = rows.shape
         first = first.squeeze(0)
         rows, out, grad = (x.reshape(steps * runs, -1) for x in (rows, out, grads[0]))
+
         # the state before row [t, r] is output row [t - 1, r], and at the first step the initial state
         gates = _gates(rows, torch.cat([first, out[:-runs]]), w_ih, w_hh, b_ih, b_hh)
         sizes = torch.full((steps,), runs)
         d_rows, d_first, d_ih, d_hh, *biases = gru_scan_backward(
             grad, rows, first, w_ih, w_hh, out, gates, sizes
         )
+
         both = biases if b_ih is not None else (None, None)
-        return (d_rows.view(shape), d_first.unsqueeze(0), d_ih, d_hh, *both)
+        return d_rows.view(shape), d_first.unsqueeze(0), d_ih, d_hh, *both
 
 
 @torch.no_grad()
@@ -93,6 +97,7 @@ def _gates(
     if b_ih is not None and b_hh is not None:
         gates[:, : 3 * hidden] += b_ih.roll(hidden)
         from_state += b_hh
+
     r_and_z = gates[:, hidden : 3 * hidden].add_(from_state[:, : 2 * hidden]).sigmoid_()
     u.copy_(from_state[:, 2 * hidden :])
     n.addcmul_(r_and_z[:, :hidden], u).tanh_()

@@ -67,6 +67,7 @@ def run_index(starts: Tensor) -> RunIndex:
     rows = starts.numel()
     if rows == 0:
         raise ValueError("batch must have at least one row, got batch size [0]")
+
     device = starts.device
     starts = starts.cpu()
     first = starts.nonzero().squeeze(1)
@@ -75,7 +76,9 @@ def run_index(starts: Tensor) -> RunIndex:
     sorted_lengths, by_rank = lengths.sort(descending=True, stable=True)
     batch_sizes = first.numel() - lengths.bincount().cumsum(0)[:-1]
     first_ranked = first[by_rank]
-    order = place = None
+
+    order = None
+    place = None
     if sorted_lengths[0] != sorted_lengths[-1]:
         # step t begins at the total size of the steps before it; within a step, rows are in rank order of their runs
         rank = torch.empty_like(by_rank).scatter_(0, by_rank, torch.arange(first.numel()))
@@ -85,6 +88,7 @@ def run_index(starts: Tensor) -> RunIndex:
         order = torch.empty_like(place).scatter_(0, place, row)
         order = order.to(device, non_blocking=True)
         place = place.to(device, non_blocking=True)
+
     last = first_ranked + sorted_lengths - 1
     return RunIndex(batch_sizes, first_ranked.to(device), last.to(device), order, place)
 
@@ -92,9 +96,13 @@ def run_index(starts: Tensor) -> RunIndex:
 def call(net: nn.RNNBase, rows: Tensor | PackedSequence, states: States) -> tuple[Tensor, States]:
     """Call ``nn.GRU`` or ``nn.LSTM`` on rows or a packed sequence; states are tuples for both."""
     states = tuple(state.contiguous() for state in states)
-    out, final = net(rows, states if net.mode == "LSTM" else states[0])
+    if net.mode == "LSTM":
+        out, final = net(rows, states)
+    else:
+        out, last = net(rows, states[0])
+        final = (last,)
     data: Tensor = out.data if isinstance(out, PackedSequence) else out
-    return data, final if isinstance(final, tuple) else (final,)
+    return data, final
 
 
 def dense(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) -> tuple[Tensor, States]:
@@ -121,20 +129,26 @@ def pieces(batch_sizes: Tensor) -> list[Stretch]:
     [Stretch(steps=2, rows=5, width=3, dense=False), Stretch(steps=10, rows=10, width=1, dense=True)]
     """
     cut: list[Stretch] = []
-    steps = rows = width = 0
+    steps = 0
+    rows = 0
+    width = 0
+
     sizes, counts = batch_sizes.unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]  # torch leaves it so
     for size, count in zip(sizes.tolist(), counts.tolist(), strict=True):
         stretch = count >= DENSE_STEPS
         if steps and (stretch or rows >= PACKED_ROWS):
             cut.append(Stretch(steps, rows, width, dense=False))
-            steps = rows = 0
+            steps = 0
+            rows = 0
         if stretch:
             cut.append(Stretch(count, size * count, size, dense=True))
             continue
-        # the width of a piece is that of its first step
-        width = width if steps else size
+
+        if not steps:
+            width = size  # the width of a piece is that of its first step
         steps = steps + count
         rows = rows + size * count
+
     if steps:
         cut.append(Stretch(steps, rows, width, dense=False))
     return cut
@@ -157,11 +171,13 @@ def packed(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) -> tu
     """
     if index.order is None or index.place is None:
         return dense(net, rows, states, index)
+
     rows = rows.index_select(0, index.order)
     if net.bidirectional or rows.device.type != "cpu":
         out, finals = call(net, PackedSequence(rows, index.batch_sizes), states)
     else:
         out, finals = _run_in_pieces(net, rows, states, index.batch_sizes)
+
     return out.index_select(0, index.place), finals
 
 
@@ -172,11 +188,13 @@ def _run_in_pieces(net: nn.RNNBase, rows: Tensor, states: States, sizes: Tensor)
     by_piece = zip(
         cut, torch.split(rows, [p.rows for p in cut]), torch.split(sizes, [p.steps for p in cut]), strict=True
     )
+
     for piece, part, part_sizes in by_piece:
         # runs that ended before this piece are last in rank order: set their final states aside
         if piece.width < states[0].shape[1]:
             ended.append(tuple(state[:, piece.width :] for state in states))
             states = tuple(state[:, : piece.width] for state in states)
+
         if piece.dense:
             steps_first = part.view(piece.steps, piece.width, -1)
             out, states = call(net, steps_first.transpose(0, 1), states)
@@ -184,6 +202,7 @@ def _run_in_pieces(net: nn.RNNBase, rows: Tensor, states: States, sizes: Tensor)
         else:
             out, states = call(net, PackedSequence(part, part_sizes), states)
             outs.append(out)
+
     finals = tuple(torch.cat(kind, dim=1) for kind in zip(states, *reversed(ended), strict=True))
     return torch.cat(outs), finals
 
@@ -195,11 +214,17 @@ def padded(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) -> tu
     """
     if index.order is None or index.place is None:
         return dense(net, rows, states, index)
+
     flat = PackedSequence(rows.index_select(0, index.order), index.batch_sizes)
     table, lengths = pad_packed_sequence(flat, batch_first=True)
     sequence = pack_padded_sequence(table, lengths, batch_first=True)
     states = tuple(state.contiguous() for state in states)
-    out, finals = net(sequence, states if net.mode == "LSTM" else states[0])
+    if net.mode == "LSTM":
+        out, finals = net(sequence, states)
+    else:
+        out, last = net(sequence, states[0])
+        finals = (last,)
+
     table, _ = pad_packed_sequence(out, batch_first=True)
     out_rows = pack_padded_sequence(table, lengths, batch_first=True).data
-    return out_rows.index_select(0, index.place), finals if isinstance(finals, tuple) else (finals,)
+    return out_rows.index_select(0, index.place), finals

@@ -43,6 +43,7 @@ def states_before(first: Tensor, states: Tensor, widths: list[int]) -> Tensor:
     rows = len(states)
     runs = widths[0]
     counts = torch.tensor(widths, device=states.device)
+
     # the previous row of a run is as many rows back as the previous step is wide
     back = counts[:-1].repeat_interleave(counts[1:], output_size=rows - runs)
     rows_before = torch.arange(runs, rows, device=states.device) - back
@@ -94,18 +95,24 @@ def differentiable(operator: Any, backward: Any, states: int) -> None:
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
-        ctx.biased, ctx.count = inputs[weights] is not None, len(inputs)
+        ctx.biased = inputs[weights] is not None
+        ctx.count = len(inputs)
         ctx.save_for_backward(*inputs[:weights], *output, *inputs[weights + 2 :])
 
     def gradient(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(grad is None for grad in grads[:states]):
             none: tuple[Tensor | None, ...] = (None,) * ctx.count
             return none
+
         slopes: tuple[Tensor, ...] = backward(*grads[:states], *ctx.saved_tensors)
-        # clone if both biases share a gradient: autograd may add to either in place
-        biases = (slopes[-1], slopes[-1].clone()) if len(slopes) == weights + 1 else slopes[weights:]
+        biases: tuple[Tensor | None, ...] = slopes[weights:]
+        if not ctx.biased:
+            biases = (None, None)
+        elif len(slopes) == weights + 1:
+            # clone if both biases share a gradient: autograd may add to either in place
+            biases = (slopes[-1], slopes[-1].clone())
         where = (None,) * (ctx.count - weights - 2)
-        return (*slopes[:weights], *(biases if ctx.biased else (None, None)), *where)
+        return *slopes[:weights], *biases, *where
 
     operator.register_autograd(gradient, setup_context=save)
     for device in ("cpu", "cuda"):
@@ -137,18 +144,21 @@ def gru_scan(
     widths = step_widths(sizes)
     gates = uninitialised(len(rows), 4 * hidden, rows)
     out = uninitialised(len(rows), hidden, rows)
+
     # the input's part of all steps at once; rolling the stock order r z n by one block gives n r z
     torch.mm(rows, w_ih.roll(hidden, 0).t(), out=gates[:, : 3 * hidden])
     gates[:, 3 * hidden :] = 0
     if b_ih is not None and b_hh is not None:
         gates[:, : 3 * hidden] += b_ih.roll(hidden)
         gates[:, hidden:] += b_hh
+
     weight = w_hh.t()
     # views of each gate, step by step
     n, r, z, u = (torch.split(block, widths) for block in torch.split(gates, hidden, 1))
     r_and_z = torch.split(gates[:, hidden : 3 * hidden], widths)
     from_state = torch.split(gates[:, hidden:], widths)
     after = torch.split(out, widths)
+
     state = first
     for t, width in enumerate(widths):
         state = state[:width]  # runs that have ended come last, because they are the shortest
@@ -185,6 +195,7 @@ def gru_scan_backward(
     widths = step_widths(sizes)
     before = states_before(first, out, widths)
     n, r, z, u = torch.split(gates, hidden, 1)
+
     # d state / d gate sum, for all rows at once: a sigmoid s has the slope s - s * s, a tanh t has 1 - t * t
     slopes = uninitialised(len(gates), 4 * hidden, gates)
     d_n, d_r, d_z, d_u = torch.split(slopes, hidden, 1)
@@ -192,10 +203,12 @@ def gru_scan_backward(
     torch.mul(d_n, r, out=d_u)
     torch.mul(d_u, u, out=d_r).addcmul_(d_r, r, value=-1)  # d_n u r (1 - r)
     torch.sub(before, n, out=d_z).mul_(z).addcmul_(d_z, z, value=-1)  # (before - n) z (1 - z)
+
     by_step = torch.split(slopes.view(-1, 4, hidden), widths)
     to_state = torch.split(slopes[:, hidden:], widths)
     z_by_step = torch.split(z, widths)
     grads = torch.split(grad, widths)
+
     # back in time: the gradient of the state after a step becomes that of the state before it; an initial
     # state that starts no run keeps its zeros
     state = grad.new_zeros(len(first), hidden)
@@ -204,6 +217,7 @@ def gru_scan_backward(
         now += grads[t]
         by_step[t].mul_(now.unsqueeze(1))
         now.mul_(z_by_step[t]).addmm_(to_state[t], w_hh)
+
     d_rows, d_ih, d_hh, b_ih, b_hh = gru_gradients(slopes, rows, before, w_ih)
     return d_rows, state, d_ih, d_hh, b_ih, b_hh
 
@@ -257,10 +271,12 @@ def lstm_scan(
     widths = step_widths(sizes)
     out = uninitialised(len(rows), hidden, rows)
     cells = uninitialised(len(rows), hidden, rows)
+
     # the input's part of all steps at once; rolling the stock order i f g o by one block gives o i f g
     gates = torch.mm(rows, w_ih.roll(hidden, 0).t(), out=uninitialised(len(rows), 4 * hidden, rows))
     if b_ih is not None and b_hh is not None:
         gates += (b_ih + b_hh).roll(hidden)
+
     weight = w_hh.roll(hidden, 0).t()
     # views of each gate, step by step
     o, i, f, g = (torch.split(block, widths) for block in torch.split(gates, hidden, 1))
@@ -268,6 +284,7 @@ def lstm_scan(
     by_step = torch.split(gates, widths)
     outs = torch.split(out, widths)
     states = torch.split(cells, widths)
+
     state = first
     cell = first_cell
     for t, width in enumerate(widths):
@@ -311,6 +328,7 @@ def lstm_scan_backward(
     hidden = w_hh.shape[1]
     widths = step_widths(sizes)
     o, i, f, g = torch.split(gates, hidden, 1)
+
     # slopes of the gate sums, for all rows at once: a sigmoid s has the slope s - s * s, a tanh t has 1 - t * t
     slopes = uninitialised(len(gates), 4 * hidden, gates)
     d_o, d_i, d_f, d_g = torch.split(slopes, hidden, 1)
@@ -320,11 +338,13 @@ def lstm_scan_backward(
     through = cells.tanh()
     torch.mul(through, o, out=d_o).addcmul_(d_o, o, value=-1)
     through.mul_(through).neg_().add_(1).mul_(o)  # d output / d cell
+
     d_i_f_g = torch.split(slopes.view(-1, 4, hidden)[:, 1:], widths)
     by_step, d_o_by_step, f_by_step, passed = (torch.split(x, widths) for x in (slopes, d_o, f, through))
     weight = w_hh.roll(hidden, 0)
     grads = None if grad is None else torch.split(grad, widths)
     cell_grads = None if grad_cell is None else torch.split(grad_cell, widths)
+
     # back in time: the gradients of output and cell after a step become those before it, in place; initial
     # states that start no run keep their zeros
     state = cells.new_zeros(len(first), hidden)
@@ -341,6 +361,7 @@ def lstm_scan_backward(
         d_i_f_g[t].mul_(now_cell.unsqueeze(1))
         torch.mm(by_step[t], weight, out=now)
         now_cell.mul_(f_by_step[t])
+
     d_rows, d_ih, d_hh, bias = lstm_gradients(slopes, rows, states_before(first, out, widths), w_ih)
     return d_rows, state, cell, d_ih, d_hh, bias
 
@@ -387,6 +408,7 @@ def scanned(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) -> t
     if index.order is None or index.place is None:
         return dense(net, rows, states, index)
     out, after = run_layers(OPERATORS, net, rows.index_select(0, index.order), states, index.batch_sizes)
+
     # packed positions of the last rows of runs, whose states are the final ones
     last = index.place.index_select(0, index.last)
     finals = tuple(torch.stack([layer.index_select(0, last) for layer in state]) for state in after)
@@ -415,6 +437,7 @@ def scanned_by_row(net: nn.RNNBase, rows: Tensor, stored: States, starts: Tensor
 def run_order(starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``order``, ``place`` and ``batch_sizes`` (padded with 0 to ``[N]``) of :func:`run_index`."""
     index = run_index(starts)
+
     rows = torch.arange(len(starts), device=starts.device)
     order = index.order
     place = index.place
@@ -422,6 +445,7 @@ def run_order(starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # runs of one length are [runs, steps]; packed order is [steps, runs]
         order = rows.view(len(index.first), -1).t().flatten()
         place = torch.empty_like(order).scatter_(0, order, rows)
+
     sizes = torch.zeros(len(starts), dtype=torch.int64)
     sizes[: len(index.batch_sizes)] = index.batch_sizes
     return order, place, sizes

@@ -63,6 +63,7 @@ def in_runs(net: nn.RNNBase, rows: Tensor, stored: States, starts: Tensor) -> tu
         raise ValueError("batch must have at least one row, got batch size [0]")
     if rows.dtype not in DTYPES:
         raise TypeError(f"rows must be one of {', '.join(map(str, DTYPES))}, got {rows.dtype}")
+
     by_layer = tuple(state.transpose(0, 1) for state in stored)
     out, after = run_layers(OPERATORS, net, rows, by_layer, starts, *run_list(starts))
     return out, tuple(torch.stack(state, 1) for state in after)
@@ -80,9 +81,11 @@ def run_list(starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     rows = torch.arange(len(starts), device=starts.device)
     end = rows.new_full((1,), len(starts))
+
     # for each row the next start after it: the minimum over all later rows
     later = torch.cat([torch.where(starts, rows, end)[1:], end])
     next_start = later.flip(0).cummin(0).values.flip(0)
+
     # rows that start no run have length 0, so that sorting moves them behind all runs
     lengths = torch.where(starts, next_start - rows, 0).int()
     lengths, firsts = lengths.sort(descending=True, stable=True)
@@ -104,6 +107,7 @@ def precision() -> str:
         tf32 = matmul.fp32_precision == "tf32"
     except AttributeError:  # torch before 2.9
         tf32 = matmul.allow_tf32
+
     if tf32:
         return "tf32"
     return "ieee"
@@ -117,14 +121,18 @@ def kernel_options(hidden: int, dtype: torch.dtype) -> dict[str, Any]:
     """
     import triton.language as tl
 
-    double = dtype is torch.float64
+    real = tl.float32
+    inner = 64
+    if dtype is torch.float64:
+        real = tl.float64
+        inner = 32
     tile = max(16, 1 << (hidden - 1).bit_length())
     return {
-        "REAL": tl.float64 if double else tl.float32,
+        "REAL": real,
         "PRECISION": precision(),
         "RUNS": RUNS,
         "UNITS": min(tile, 32),
-        "INNER": min(tile, 32 if double else 64),
+        "INNER": min(tile, inner),
         "num_warps": 4,
         "num_stages": 3,
         "enable_fp_fusion": True,
@@ -134,7 +142,9 @@ def kernel_options(hidden: int, dtype: torch.dtype) -> dict[str, Any]:
 def _launch(name: str, like: Tensor, hidden: int, programs: int, *arguments: Any, **used: bool) -> None:
     from flatroll.kernels.recurrent import gru_triton, lstm_triton
 
-    kernel = getattr(lstm_triton if name.startswith("lstm") else gru_triton, name)
+    module = lstm_triton if name.startswith("lstm") else gru_triton
+    kernel = getattr(module, name)
+
     with torch.cuda.device_of(like):  # type: ignore[no-untyped-call]  # Triton launches on the current device
         kernel[(programs,)](*arguments, hidden, **used, **kernel_options(hidden, like.dtype))
 
@@ -193,11 +203,13 @@ def gru_triton(
     gates = rows.new_empty(len(rows), 4 * hidden)
     from_rows = gates[:, : 3 * hidden]
     bias = w_hh.new_zeros(hidden)
+
     torch.mm(rows, w_ih.roll(hidden, 0).t(), out=from_rows)
     if b_ih is not None and b_hh is not None:
         # only u keeps its own bias, because the reset gate multiplies the state's part of n including the bias
         bias = b_hh[2 * hidden :].clone()
         from_rows += b_ih.roll(hidden) + torch.cat([torch.zeros_like(bias), b_hh[: 2 * hidden]])
+
     runs = (count, firsts, lengths)
     weight = w_hh.contiguous()
     arguments = (*runs, first, first.stride(0), weight, bias, gates, out)
@@ -223,11 +235,13 @@ def gru_triton_backward(
     hidden = w_hh.shape[1]
     programs = _programs(rows)
     before = _states_before(first, out, starts)
+
     slopes = torch.empty_like(gates)
     d_first = torch.zeros_like(out)
     carry = _carry(programs, hidden, out)
     arguments = (grad.contiguous(), before, w_hh.contiguous(), gates, slopes, d_first, carry)
     _launch("gru_backward", rows, hidden, programs, count, firsts, lengths, *arguments)
+
     d_rows, d_ih, d_hh, b_ih, b_hh = gru_gradients(slopes, rows, before, w_ih)
     return d_rows, d_first, d_ih, d_hh, b_ih, b_hh
 
@@ -256,11 +270,13 @@ def lstm_triton(
     first_cell = _dense_rows(first_cell)
     out = rows.new_empty(len(rows), hidden)
     cells = rows.new_empty(len(rows), hidden)
+
     weight = w_ih.roll(hidden, 0).t()
     if b_ih is not None and b_hh is not None:
         gates = torch.addmm((b_ih + b_hh).roll(hidden), rows, weight)
     else:
         gates = rows @ weight
+
     states = (first, first.stride(0), first_cell, first_cell.stride(0))
     arguments = (count, firsts, lengths, *states, w_hh.roll(hidden, 0), gates, out, cells)
     _launch("lstm_forward", rows, hidden, _programs(rows), *arguments)
@@ -288,14 +304,18 @@ def lstm_triton_backward(
     hidden = w_hh.shape[1]
     programs = _programs(rows)
     first_cell = _dense_rows(first_cell)
+
     slopes = torch.empty_like(gates)
     d_first = torch.zeros_like(out)
     d_cell = torch.zeros_like(out)
-    grads = (out if grad is None else grad.contiguous(), out if grad_cell is None else grad_cell.contiguous())
+
+    # Without a gradient the kernel does not read the tensor that stands for it.
+    grads = [out if x is None else x.contiguous() for x in (grad, grad_cell)]
     arguments = (*grads, first_cell, first_cell.stride(0), w_hh.roll(hidden, 0), cells, gates)
     results = (slopes, d_first, d_cell, _carry(programs, hidden, out), _carry(programs, hidden, out))
     used = {"GRAD": grad is not None, "GRAD_CELL": grad_cell is not None}
     _launch("lstm_backward", rows, hidden, programs, count, firsts, lengths, *arguments, *results, **used)
+
     d_rows, d_ih, d_hh, bias = lstm_gradients(slopes, rows, _states_before(first, out, starts), w_ih)
     return d_rows, d_first, d_cell, d_ih, d_hh, bias
 

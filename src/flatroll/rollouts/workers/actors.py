@@ -83,6 +83,7 @@ class CollectorActor:
             self._maker = WindowMaker(job, self._signals, self._given, 0)
             self._collector = self._maker.collector
             return self._maker.ready()
+
         self._versions = [0]
         # Imported by its public name: MultiCollector's module imports the transports.
         multi_collector = importlib.import_module("flatroll.rollouts").MultiCollector
@@ -100,6 +101,7 @@ class CollectorActor:
             **own,
             **job.options,
         )
+
         return Ready(None, 0)
 
     def collect(self, version: int, weights: Any, rows: int, limit: int) -> tuple[Answer | Failure, Any]:
@@ -118,11 +120,13 @@ class CollectorActor:
         maker = self._maker
         if maker is None:
             return self._collect_of_many(version, weights, limit)
+
         self._began = monotonic()
         self._given.give(version, weights)
         maker.ask(rows, limit)
         note, tables = maker.make(0.0)
         self._began = inf
+
         return _answer(note, tables)
 
     def _collect_of_many(self, version: int, weights: Any, limit: int) -> tuple[Answer, Any]:
@@ -130,9 +134,15 @@ class CollectorActor:
         collector = self._collector
         versions = self._versions
         assert versions is not None
+
         if weights is not None or version != versions[-1]:
-            collector.update_policy_weights_(None if weights is None else unflatten_weights(*weights))
+            if weights is None:
+                named = None
+            else:
+                named = unflatten_weights(*weights)
+            collector.update_policy_weights_(named)
             versions.append(version)
+
         if limit != collector.total_frames:
             collector.total_frames = limit
         batch = next(collector, None)
@@ -140,6 +150,7 @@ class CollectorActor:
         note = Note(collector.frames, 0, (), held, 0.0, (version, version, version))
         if batch is None:
             return _answer(note, [])
+
         if batch.get(POLICY_VERSION, None) is not None:
             batch[POLICY_VERSION] = torch.tensor(versions)[batch[POLICY_VERSION]]
         tables = [columns_of(table) for table in (batch, collector.final) if table is not None]
@@ -157,7 +168,11 @@ class CollectorActor:
     def step_seconds(self) -> float:
         """Return the seconds since the current step, or the window if it has no step yet, began; 0 if idle."""
         beat = float(self._signals.beat[0])
-        return max(0.0, monotonic() - (self._began if beat == inf else beat))
+        if beat == inf:
+            last = self._began
+        else:
+            last = beat
+        return max(0.0, monotonic() - last)
 
     def close(self) -> None:
         """Close the env."""
@@ -170,7 +185,12 @@ def _answer(note: Note, tables: Sequence[Mapping[Any, Tensor]]) -> tuple[Answer,
     batches = [TensorDict(dict(table), [len(next(iter(table.values())))]) for table in tables]
     packed: list[Packed] = [pack_batches(batch) for batch in batches]
     nbytes = sum(each.nbytes for each in packed)
-    return Answer(note, nbytes, bool(packed)), (*packed, None)[:2] if packed else None
+
+    if packed:
+        rows_and_final = (*packed, None)[:2]
+    else:
+        rows_and_final = None
+    return Answer(note, nbytes, bool(packed)), rows_and_final
 
 
 class GivenWeights:
@@ -223,6 +243,7 @@ class Actors:
         self.calls = calls
         self.in_flight = in_flight
         self.by_reference = by_reference
+
         # a reference; None for the policy's initial weights
         self.version = 0
         self.weights = None
@@ -230,9 +251,14 @@ class Actors:
         self.writers_of_each = workers
         self.served = 0  # counts received messages
         self._with_signals = with_signals
-        group = {"concurrency_groups": {_ASIDE: 1}} if with_signals else {}
+
+        if with_signals:
+            group = {"concurrency_groups": {_ASIDE: 1}}
+        else:
+            group = {}
         self._configs = [{**config, **group} for config in configs]
         self._own = {**own, "workers": workers}
+
         # By id of the object sent, which the entry keeps alive: its reference.
         self._sent: dict[int, tuple[Any, Any]] = {}
         self._layout: Any = None  # layout of the weights, once known
@@ -253,6 +279,7 @@ class Actors:
             # Stored once for all actors. The store drops the previous version once the last call that uses it
             # has finished.
             self.weights = self.calls.put((self._flat, self._layout))
+
         self.version += 1
 
     def fetch_into(self, state: Mapping[str, Tensor]) -> None:
@@ -272,6 +299,7 @@ class Actors:
                 "arguments": job.options,
             }.items()
         ]
+
         config = self._configs[job.place]
         actor = self.calls.make(CollectorActor, config)
         starting = self.calls.call(actor, "start", *sent, job.without_parts(), self._own)
@@ -288,6 +316,7 @@ class Actors:
         """Raise MemoryError if the object store cannot hold all windows in flight at this window size."""
         if window <= self._largest:
             return
+
         self._largest, count = window, len(self._configs)
         # room for this version and the next
         if self._flat is None:
@@ -297,7 +326,11 @@ class Actors:
         need = count * self.in_flight * window + weights
         room = self.calls.store_bytes()
         if need > room:
-            each = "" if in_step else f" x max_in_flight={self.in_flight}"
+            if in_step:
+                each = ""
+            else:
+                each = f" x max_in_flight={self.in_flight}"
+
             raise MemoryError(
                 f"{count} collectors{each} windows of {window:,} bytes and {weights:,} bytes of weights need "
                 f"{need:,} bytes of the object store, which has {room:,}: use a smaller frames_per_batch, "
@@ -315,10 +348,15 @@ class Actors:
             link.head: link for link in sorted(links, key=lambda link: link.served) if link.head is not None
         }
         ends = inf if timeout is None else monotonic() + timeout
+
         while not (wake is not None and wake.is_set()):
             left = max(0.0, ends - monotonic())
             seconds = left if wake is None else min(left, _LOOK)
-            ready = self.calls.wait(list(heads), None if seconds == inf else seconds)
+            if seconds == inf:
+                timeout = None
+            else:
+                timeout = seconds
+            ready = self.calls.wait(list(heads), timeout)
             for head in ready:
                 heads[head].is_ready = True
             if ready or wake is None or monotonic() >= ends:
@@ -329,13 +367,16 @@ class Actors:
         if timeout > 0 and self._with_signals:  # otherwise `close` waits for all requested windows
             for link in links:
                 self.calls.call(link.actor, "stop", group=_ASIDE)
+
         if timeout > 0:
             closing = [self.calls.call(link.actor, "close") for link in links]
         else:
             closing = []
+
         while closing and (left := ends - monotonic()) > 0:
             ready = self.calls.wait(closing, left)
             closing = [reference for reference in closing if reference not in ready]
+
         for link in links:
             link.kill()
             link.forget()
@@ -366,6 +407,7 @@ class Actor:
         self._job = job
         self._config = config
         self._starting = starting  # the call that creates the collector, until answered
+
         #: (Request number, reference to the answer, reference to the rows), oldest first.
         self.under_way: deque[tuple[int, Any, Any]] = deque()
         self._asked = 0
@@ -397,7 +439,11 @@ class Actor:
 
     def _call(self) -> None:
         actors = self._actors
-        weights = None if self._version == actors.version else actors.weights
+        if self._version == actors.version:
+            weights = None
+        else:
+            weights = actors.weights
+
         self._version = actors.version
         self._windows += 1
         if not self.under_way:
@@ -413,15 +459,22 @@ class Actor:
     def receive(self) -> tuple[str, Any] | None:
         if not self.is_ready or self.head is None:
             return None
+
         actors = self._actors
         answer = self._get(self.head)
         if isinstance(answer, Failure):
-            answer.throw(self.name + (", while its collector was made" if self._starting is not None else ""))
+            if self._starting is not None:
+                phase = ", while its collector was made"
+            else:
+                phase = ""
+            answer.throw(self.name + phase)
+
         if self._starting is not None:
             actors.check_store(answer.row_bytes * self._job.frames_per_batch, self._job.sync)
             self._starting = None
             self.is_ready = False
             return READY, answer
+
         number, _, reference = self.under_way[0]
         window: Rows | None = None
         if answer.has_rows:
@@ -435,6 +488,7 @@ class Actor:
                     if table is not None
                 ]
                 window = Rows(tables, answer.note)
+
         self.under_way.popleft()
         self.is_ready = False
         actors.served += 1
@@ -445,6 +499,7 @@ class Actor:
             self.go_on(1)
             return None
         self._ended = True
+
         return END, answer.note
 
     def _get(self, reference: Any) -> Any:
@@ -461,9 +516,11 @@ class Actor:
             return 0.0
         if quiet < limit:
             return quiet
+
         asked = calls.call(self.actor, "step_seconds", group=_ASIDE)
         if not calls.wait([asked], _PATIENCE):
             return quiet
+
         try:
             seconds = calls.get(asked)
         except WorkerDied:  # the next receive() reports it
@@ -524,6 +581,7 @@ def flatten_weights(state: Mapping[str, Tensor], layout: Mapping[str, BlockColum
             f"the policy's weights have changed their names or shapes ({changes}): its actors cannot load them, "
             "create a new collector"
         )
+
     parts = [state[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy() for name in layout]
     if parts:
         return np.concatenate(parts)
@@ -546,4 +604,5 @@ def unflatten_weights(flat: np.ndarray[Any, Any], layout: Mapping[str, BlockColu
         # Copied, because the offset in the array may be unaligned for the dtype.
         state[name] = torch.from_numpy(flat[start:end].copy()).view(dtype).view(column.shape)
         start = end
+
     return state

@@ -41,12 +41,15 @@ def check_modes(modes: Modes, workers: int, frames: int, trajs: int | None, spli
         raise TypeError(f"sync must be True or False, got {modes.sync!r}")
     if modes.on_failure not in ("raise", "drop", "replace"):
         raise ValueError(f'on_failure must be "raise", "drop" or "replace", got {modes.on_failure!r}')
+
     for name, count, least in (("max_failures", modes.max_failures, 0), ("slots", modes.slots, 1)):
         if isinstance(count, bool) or not hasattr(count, "__index__") or count < least:
             raise ValueError(f"{name} must be an integer of at least {least}, got {count!r}")
+
     for name, seconds in (("step_timeout", modes.step_timeout), ("start_timeout", modes.start_timeout)):
         if seconds is not None and not (isinstance(seconds, Real) and seconds > 0):
             raise ValueError(f"{name} must be a positive number of seconds or None, got {seconds!r}")
+
     if modes.sync and frames < workers:
         raise ValueError(
             f"frames_per_batch={frames} is less than one row for each of {workers} workers: use more rows, or "
@@ -57,6 +60,7 @@ def check_modes(modes: Modes, workers: int, frames: int, trajs: int | None, spli
             f"trajs_per_batch={trajs} is less than one trajectory for each of {workers} workers: use more "
             "trajectories, fewer workers, or sync=False, with which each batch comes from one worker"
         )
+
     threshold = modes.preemptive_threshold
     if threshold is not None and not modes.sync:
         raise ValueError(
@@ -66,6 +70,7 @@ def check_modes(modes: Modes, workers: int, frames: int, trajs: int | None, spli
         raise ValueError(f"preemptive_threshold must be a share of the workers in (0, 1], got {threshold!r}")
     if modes.cat_results not in (0, "stack"):
         raise ValueError(f'cat_results must be 0 or "stack", got {modes.cat_results!r}')
+
     if modes.cat_results == "stack":
         against = {
             "sync=False": not modes.sync,
@@ -75,6 +80,7 @@ def check_modes(modes: Modes, workers: int, frames: int, trajs: int | None, spli
             'on_failure="drop"': modes.on_failure == "drop",
             f"frames_per_batch={frames} (not a multiple of {workers} workers)": bool(frames % workers),
         }
+
         if found := [name for name, is_given in against.items() if is_given]:
             raise ValueError(
                 'cat_results="stack" needs the same number T of rows from each worker in every batch, which is not '
@@ -93,6 +99,7 @@ def check_options(options: dict[str, Any], buffer: Any, writer: Any, last_writer
             f"unknown arguments {', '.join(unknown)}: of Collector's arguments, workers accept "
             f"{sorted(_PASSED_ON)}"
         )
+
     check_counts(**counts)
     ids = options.get("track_traj_ids", True)
     check_together(ids, counts["trajs_per_batch"], bool(options.get("split_trajs")), buffer is not None, None)
@@ -107,13 +114,18 @@ def one_for_each(
 ) -> tuple[list[Any], list[Callable[[], Any] | None]]:
     """Return the env and policy function of each worker; ``name`` is the argument that sets their number."""
     functions = create_env_fn
-    count = None if num_workers is None else whole_number(name, num_workers)
+    if num_workers is None:
+        count = None
+    else:
+        count = whole_number(name, num_workers)
+
     if not isinstance(functions, (list, tuple)):
         functions = [functions] * (count or 1)
     if not functions:
         raise ValueError("create_env_fn must be a function or a list of functions, got an empty list")
     if count not in (None, len(functions)):
         raise ValueError(f"{name} must be the number of functions, {len(functions)}, got {num_workers}")
+
     for function in functions:
         parts: Sequence[Any] = function if splits > 1 and isinstance(function, (list, tuple)) else [function]
         for part in parts:
@@ -122,6 +134,7 @@ def one_for_each(
                     "create_env_fn must be a function that makes an env, since each worker creates its own, got "
                     f"{part!r}: write lambda: gymnasium.make(...)"
                 )
+
     factories = policy_factory
     if not isinstance(factories, (list, tuple)):
         factories = [factories] * len(functions)
@@ -129,6 +142,7 @@ def one_for_each(
         raise ValueError(
             f"policy_factory must be one function or one for each of {len(functions)} workers, got {len(factories)}"
         )
+
     for factory in factories:
         if factory is not None and not callable(factory):
             raise TypeError(f"policy_factory must be a function that makes a policy, got {factory!r}")
@@ -148,4 +162,9 @@ def seeds_of(seed: int | None) -> np.random.SeedSequence:
     """Return the seed sequence; worker i uses child i, each replacement the next one."""
     if seed is not None and (isinstance(seed, bool) or not hasattr(seed, "__index__") or seed < 0):
         raise ValueError(f"seed must be an integer of at least 0, or None, got {seed!r}")
-    return np.random.SeedSequence(None if seed is None else index(seed))
+
+    if seed is None:
+        entropy = None
+    else:
+        entropy = index(seed)
+    return np.random.SeedSequence(entropy)

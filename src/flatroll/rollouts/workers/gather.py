@@ -97,13 +97,16 @@ class InStep(Gatherer):
                 if over and not self._whole:
                     return []
                 self._begin(over, limited)
+
             while waiting := [ask for ask in self._asks if not ask.answered]:
                 events = self.team.events([ask.member for ask in waiting], wake)
                 if not events:
                     return None
+
                 for event in events:
                     self.take(event, limited)
                 self._cut()
+
             asks = self._asks
             self._asks = []
             self.team.frames += sum(ask.fresh for ask in asks)
@@ -135,14 +138,17 @@ class InStep(Gatherer):
             if len(asks) > 1 and event.window is not None:
                 event.window.keep()  # frees its slot for the next window before the batch is complete
             return
+
         for ask in asks:
             if event.successor is not None:
                 ask.member = event.successor
                 self._send(ask, limited)
                 continue
+
             self._asks.remove(ask)
             if self._whole:
                 continue  # its trajectories are missing from this batch
+
             members = self.team.members
             for member, rows in zip(members, shares(ask.rows, len(members)), strict=True):
                 if rows:
@@ -173,6 +179,7 @@ class InTurn(Gatherer):
     def __init__(self, team: Team, frames_per_batch: int, total_frames: int, whole: bool) -> None:
         super().__init__(team, frames_per_batch, total_frames, whole)
         self._waiting: dict[int, deque[Filled]] = {}  # windows of each place, in order of arrival
+
         #: A heap of the places with windows: turn of the last one served, arrival of the first one waiting, place.
         self._turns: list[tuple[int, int, int]] = []
         self._served: dict[int, int] = {}  # by place: number of the last window served
@@ -197,25 +204,34 @@ class InTurn(Gatherer):
         limited = self._is_limited(limited)
         if limited and not self._whole and not self._left():
             return []
+
         # Request no more windows than are still needed.
         if limited and not self._whole:
             windows = ceil(self._left() / self._rows)
         else:
             windows = sys.maxsize
+
         while True:
             served = self._last
             self._last = None
             if served is not None and self._turns and served in self.team.members:
                 self._go_on([served], limited, windows)
                 return [self._serve()]
+
             self._go_on(self.team.members, limited, windows)
             going = [member for member in self.team.members if not member.ended]
             if not going and not self._turns:
                 return []
+
             if going:
-                events = self.team.events(going, wake, 0 if self._turns else None)
+                if self._turns:
+                    timeout = 0
+                else:
+                    timeout = None
+                events = self.team.events(going, wake, timeout)
             else:
                 events = []
+
             for event in events:
                 self.take(event)
             if self._turns:
@@ -230,10 +246,12 @@ class InTurn(Gatherer):
                 limit = self._limits.get(member, WITHOUT_END)
             else:
                 limit = WITHOUT_END
+
             if limit != member.row_limit:
                 member.row_limit = limit
                 member.ended = False
                 member.ask(self._rows, limit)
+
             if not member.ended:
                 member.link.go_on(windows)
 
@@ -269,6 +287,7 @@ class InTurn(Gatherer):
         self._served[place] = next(self._number)
         if waiting:
             self._line_up(place)
+
         self._last = filled.member
         self.team.frames += filled.fresh
         return filled

@@ -152,9 +152,15 @@ class MultiCollector(Facts):
         count = len(functions)
         trajs = trajs_per_batch
         random_frames = init_random_frames or 0
-        counts: dict[str, Any] = {"frames_per_batch": frames_per_batch, "total_frames": total_frames}
-        counts |= {"trajs_per_batch": trajs, "init_random_frames": random_frames}
         self._writers = 1 if transport is None else transport.writers_of_each
+
+        counts: dict[str, Any] = {
+            "frames_per_batch": frames_per_batch,
+            "total_frames": total_frames,
+            "trajs_per_batch": trajs,
+            "init_random_frames": random_frames,
+        }
+
         check_options(options, replay_buffer, writer, writer + count * self._writers - 1, **counts)
         modes = Modes(
             sync=sync,
@@ -167,25 +173,26 @@ class MultiCollector(Facts):
             slots=slots,
         )
         check_modes(modes, count, frames_per_batch, trajs, bool(options.get("split_trajs")))
+
         made_there = transport is not None and transport.makes_policies
         policy = policy_here(policy, factories, update_at_each_batch, made_there)
         seeds = seeds_of(seed)
+
         self.num_workers = count
         self.frames_per_batch = frames_per_batch
-        self._total = total_frames
         self.policy = policy
+        self._total = total_frames
         self._modes = modes
         self._buffer = replay_buffer
         self._update = update_at_each_batch
         self._whole = trajs is not None
         self._progress = progress
-        storing, name = (storing_device, "storing_device") if storing_device else (device, "device")
-        if storing is None:
-            self._storing = None
-        else:
-            self._storing = usable_device(name, storing)
         self._random_frames = random_frames
         self._with_ids = options.get("track_traj_ids", True)
+
+        storing, name = (storing_device, "storing_device") if storing_device else (device, "device")
+        self._storing = None if storing is None else usable_device(name, storing)
+
         shared = {"policy_device": device} | options
         self._jobs = [
             Job(
@@ -202,12 +209,15 @@ class MultiCollector(Facts):
             )
             for place in range(count)
         ]
+
         self._transport = transport or Processes(count, nursery, start_method, num_threads)
         try:
-            self._transport.share(policy.state_dict() if isinstance(policy, nn.Module) else {})
+            weights = policy.state_dict() if isinstance(policy, nn.Module) else {}
+            self._transport.share(weights)
         except BaseException:
             self._transport.close()
             raise
+
         self._begin(0, writer, seeds)
         if replay_buffer is not None and self._supply.gatherer.team.scaled:
             warn_of_scales(stacklevel=2)
@@ -218,6 +228,7 @@ class MultiCollector(Facts):
         team = None
         self._seed_sequence = seeds
         self._begun_at = frames
+
         try:
             # Allow Ctrl-C only while waiting: elsewhere a worker that was just started could be lost.
             with interrupts:
@@ -233,11 +244,12 @@ class MultiCollector(Facts):
         self, writer: int, seeds: np.random.SeedSequence, frames: int, interrupts: Interrupts
     ) -> Team:
         modes = self._modes
+        writers = self._writers if self._with_ids else 0
         return Team(
             self._transport,
             self._jobs,
             first_writer=writer,
-            writers=self._writers if self._with_ids else 0,
+            writers=writers,
             seeds=seeds,
             random_frames=self._random_frames,
             frames=frames,
@@ -255,16 +267,18 @@ class MultiCollector(Facts):
             InStep(*given, enough=modes.preemptive_threshold) if modes.sync else InTurn(*given)
         )
         wait = not self._jobs[0].options.get("no_cuda_sync", False)
+        publish = self._publisher() if self._update else None
         self._supply = Supply(
             gatherer,
             Delivery(self._buffer, self._storing, wait, modes.cat_results == "stack"),
             self._transport,
             interrupts,
-            publish=self._publisher() if self._update else None,
+            publish=publish,
             buffer=self._buffer,
             whole=self._whole,
             progress=self._progress,
         )
+
         # Also runs when the collector is garbage-collected and when the interpreter exits.
         self._end = weakref.finalize(self, self._supply.close, 1.0)
 
@@ -355,14 +369,19 @@ class MultiCollector(Facts):
             raise TypeError(
                 f"the policy, {type(self.policy).__name__}, is not an nn.Module: it has no weights to update"
             )
-        self._publish(self.policy if policy_or_weights is None else policy_or_weights)
+
+        if policy_or_weights is None:
+            policy_or_weights = self.policy
+        self._publish(policy_or_weights)
 
     def _publish(self, given: Any) -> None:
         """Publish weights as the next version; without weights only increment the version."""
         with self._supply.lock:
-            self._transport.publish(
-                state_of(given) if isinstance(given, nn.Module | Mapping | TensorDictBase) else {}
-            )
+            if isinstance(given, nn.Module | Mapping | TensorDictBase):
+                weights = state_of(given)
+            else:
+                weights = {}
+            self._transport.publish(weights)
 
     def start(self) -> None:
         """Collect into the replay buffer in a thread of this process, up to ``total_frames``, and return at once.
@@ -429,6 +448,11 @@ class MultiCollector(Facts):
         new trajectories begin.
         """
         with self._supply.lock:
+            if isinstance(self.policy, nn.Module):
+                policy = self._published()
+            else:
+                policy = None
+
             return {
                 "frames": self.frames,
                 "next_writer": self._supply.gatherer.team.next_writer,
@@ -436,7 +460,7 @@ class MultiCollector(Facts):
                     "entropy": self._seed_sequence.entropy,
                     "n_children_spawned": self._seed_sequence.n_children_spawned,
                 },
-                "policy": self._published() if isinstance(self.policy, nn.Module) else None,
+                "policy": policy,
                 "policy_version": self.policy_version,
             }
 
@@ -451,6 +475,7 @@ class MultiCollector(Facts):
         if isinstance(self.policy, nn.Module) and state["policy"] is not None:
             self.policy.load_state_dict(state["policy"])
             self._transport.publish(state["policy"])
+
         self._transport.version = state["policy_version"]
         writer = max(self._supply.gatherer.team.next_writer, state["next_writer"])
         self._begin(state["frames"], writer, np.random.SeedSequence(**state["seed"]))
@@ -512,11 +537,16 @@ class MultiCollector(Facts):
 
     def _facts(self) -> dict[str, Any]:
         """Return what `repr` and notebooks show."""
-        total = f" of {self.total_frames:,}" if self.total_frames >= 0 else ""
+        if self.total_frames >= 0:
+            total = f" of {self.total_frames:,}"
+        else:
+            total = ""
+
         if self.policy is None:
             policy = "random actions"
         else:
             policy = type(self.policy).__name__
+
         if self.policy is None and self._jobs[0].policy_factory is not None:
             policy = "of a policy_factory"
         facts: dict[str, Any] = {
@@ -525,9 +555,14 @@ class MultiCollector(Facts):
             "policy": policy,
             "frames_per_batch": f"{self.frames_per_batch:,}",
         }
+
         if self._buffer is not None:
             facts["replay_buffer"] = self._buffer
-        return facts | ({"state": "closed"} if self._supply.closed else {})
+        if self._supply.closed:
+            state = {"state": "closed"}
+        else:
+            state = {}
+        return facts | state
 
     def __enter__(self) -> "MultiCollector":
         return self

@@ -38,20 +38,27 @@ def work(
     """Make a window per request (``job.sync``) or windows continuously, until the owner closes the channel."""
     parts = {"create_env_fn": create_env_fn, "policy": policy, "policy_factory": policy_factory}
     maker = WindowMaker(replace(job, **parts, options=options), signals, weights, first_version)
+
     with maker.collector:
         channel.send(READY, maker.ready())
         outbox = Outbox(channel, job.slots)
+
         waited = 0.0
         going = False
         asked = 0
         while True:
             began = monotonic()
             channel.feed()
-            request = channel.pop(_GO) if going else (_GO, channel.receive(_GO))
+            if going:
+                request = channel.pop(_GO)
+            else:
+                request = (_GO, channel.receive(_GO))
+
             waited += monotonic() - began
             if request is not None:
                 maker.ask(*request[1])
                 asked += 1
+
             note, tables = maker.make(waited)
             going = not job.sync and bool(tables)
             if tables:
@@ -88,12 +95,14 @@ class Processes:
             cores = len(os.sched_getaffinity(0))
         else:
             cores = os.cpu_count() or 1
+
         if workers > cores:
             _LOG.warning(
                 "num_workers=%d is more than the %d cores that this process may use: workers will wait for each other",
                 workers,
                 cores,
             )
+
         need_descriptors(workers * _DESCRIPTORS)
         self._owns_nursery = nursery is None
         self.nursery = nursery or Nursery(
@@ -101,6 +110,7 @@ class Processes:
         )
         self._first_version = 0
         self._selector = selectors.DefaultSelector()
+
         #: What is registered there; None if unknown, after an interrupt or the end of a worker.
         self._watched: set[Process | Wake] | None = set()
 
@@ -136,6 +146,7 @@ class Processes:
             weights=self._weights,
             first_version=self._first_version,
         )
+
         return Process(worker, signals, job.sync)
 
     def wait(self, links: "Sequence[Process]", timeout: float | None, wake: Wake | None = None) -> None:
@@ -144,11 +155,17 @@ class Processes:
             each.is_ready = True
         if unread:
             return
-        self._watch({*links} if wake is None else {*links, wake})
+
+        watched: set[Process | Wake] = {*links}
+        if wake is not None:
+            watched.add(wake)
+        self._watch(watched)
+
         for key, _ in self._selector.select(timeout):
             link: Process | None = key.data
             if link is None:
                 continue
+
             if link.worker.channel.ended and key.fileobj is link.worker.channel:
                 self._selector.unregister(
                     link.worker.channel
@@ -164,18 +181,21 @@ class Processes:
             self._selector.close()
             self._selector = selectors.DefaultSelector()
             watched = set()
+
         known = self._selector.get_map()
         for gone in watched - wanted:
             old = [gone.worker.channel, gone.worker.report] if isinstance(gone, Process) else [gone]
             for source in old:
                 if source in known:
                     self._selector.unregister(source)
+
         for new in wanted - watched:
             if isinstance(new, Process):
                 for channel in new.worker.sources():
                     self._selector.register(channel, selectors.EVENT_READ, new)
             else:
                 self._selector.register(new, selectors.EVENT_READ)
+
         self._watched = wanted
 
     def end(self, links: "Sequence[Process]", timeout: float) -> None:
@@ -200,6 +220,7 @@ class Process:
         self._inbox = Inbox(worker.channel)
         self._sync = sync
         self._asked = 0  # number of cuts
+
         #: Whether to read its channel, since the last wait found something there: each look is a system call.
         self.is_ready = True
 
@@ -221,6 +242,7 @@ class Process:
             if not self.worker.has_news():
                 self.is_ready = False
                 break
+
             kind, content = self.worker.receive()
             self.is_ready = self.worker.has_unread()
             if kind == READY:
@@ -232,11 +254,16 @@ class Process:
                 continue
             if (window := self._inbox.open(kind, content)) is not None:
                 return WINDOW, window
+
         return None
 
     def quiet(self, since: float, limit: float) -> float:
         beat = float(self.signals.beat[0])
-        return monotonic() - (since if beat == inf else beat)
+        if beat == inf:
+            last = since
+        else:
+            last = beat
+        return monotonic() - last
 
     def not_ready(self, limit: float) -> str:
         return f"{self} did not make its env within {limit:g} s: it was killed"

@@ -121,12 +121,14 @@ class RayCollector(MultiCollector):
         workers = whole_number("workers_per_actor", workers_per_actor)
         configs = actor_options(remote_configs, count, workers)
         whole_number("max_in_flight", max_in_flight)
+
         for name, parts in (("frames_per_batch", frames_per_batch), ("trajs_per_batch", trajs_per_batch)):
             if sync and workers > 1 and parts is not None and parts < count * workers:
                 raise ValueError(
                     f"{name}={parts} is less than the number of workers, {count * workers}: with sync=True each "
                     "collects a part"
                 )
+
         if policy is not None and policy_factory is not None:
             raise ValueError("pass a policy or a policy_factory, not both")
         if arguments.get("split_trajs"):
@@ -134,31 +136,38 @@ class RayCollector(MultiCollector):
                 "split_trajs=True is not supported, because actors deliver flat batches: "
                 "flatroll.layout.split_trajectories(batch) pads a batch afterwards"
             )
+
         one_each = {
             'on_failure="drop"': on_failure == "drop",
             "preemptive_threshold": preemptive_threshold is not None,
             'cat_results="stack"': cat_results != 0,
         }
+
         if workers > 1 and (found := [name for name, is_given in one_each.items() if is_given]):
             raise ValueError(
                 f"{' and '.join(found)} needs workers_per_actor=1, got {workers}: an actor cannot take over "
                 'the rows of another one\'s workers, nor cut its own workers short. on_failure="replace" works'
             )
+
         self._made_there = policy_factory is not None
+
+        if calls is None:
+            calls = RayCalls(ray_init_config, sum(config["num_cpus"] for config in configs) + 1)
         own: dict[str, Any] = {"num_threads": num_threads}
+        if workers > 1 and step_timeout is not None:
+            own["step_timeout"] = step_timeout
+        takes_references = hasattr(replay_buffer, "extend_reference")
+
         self._actors = transport = Actors(
-            RayCalls(ray_init_config, sum(config["num_cpus"] for config in configs) + 1)
-            if calls is None
-            else calls,
+            calls,
             configs,
             in_flight=1 if sync else max_in_flight,
             workers=workers,
-            own=own if workers == 1 or step_timeout is None else {**own, "step_timeout": step_timeout},
-            by_reference=not sync
-            and hasattr(replay_buffer, "extend_reference")
-            and storing_device is device is None,
+            own=own,
+            by_reference=not sync and takes_references and storing_device is device is None,
             with_signals=step_timeout is not None or preemptive_threshold is not None,
         )
+
         try:
             super().__init__(
                 functions,
@@ -209,6 +218,7 @@ class RayCollector(MultiCollector):
                 raise TypeError("pass the weights: the policy is created in the actors, by policy_factory")
             self._publish(state_of(policy_or_weights))
             return
+
         if policy_or_weights not in (None, self.policy) and isinstance(self.policy, nn.Module):
             own = self.policy.state_dict()
             for name, value in state_of(policy_or_weights).items():  # check all before copying any
@@ -217,8 +227,10 @@ class RayCollector(MultiCollector):
                         f"weight {name!r} was shared as {dtype_name(own[name])} {list(own[name].shape)}, got "
                         f"{dtype_name(value)} {list(value.shape)}: a policy that changes its shape needs new actors"
                     )
+
             copy_weights(self.policy, policy_or_weights)
             policy_or_weights = None
+
         super().update_policy_weights_(policy_or_weights)
 
     def stats(self) -> dict[str, Any]:
@@ -235,6 +247,7 @@ class RayCollector(MultiCollector):
         seen = [tally for tally in tallies if tally.lag_count]
         lag_sum = sum(tally.lag_sum for tally in seen)
         count = sum(tally.lag_count for tally in seen)
+
         return stats | {
             "rows_held": max(0, self.frames - self._begun_at - sum(tally.rows for tally in tallies)),
             "windows": sum(tally.windows for tally in tallies),
@@ -282,16 +295,19 @@ def actor_options(configs: Any, count: int, cpus: int) -> list[dict[str, Any]]:
         given = [configs or {}] * count
     else:
         given = list(configs)
+
     if len(given) != count:
         raise ValueError(
             f"remote_configs has {len(given)} entries for {count} collectors: pass one, or one for each"
         )
+
     for options in given:
         if options.get("max_restarts") or options.get("max_task_retries"):
             raise ValueError(
                 "remote_configs must leave max_restarts and max_task_retries at 0: an actor that Ray restarts would "
                 'reuse ids. on_failure="replace" starts another one with new ids'
             )
+
     own = ("max_restarts", "max_task_retries")
     return [
         {"num_cpus": cpus, **{name: value for name, value in options.items() if name not in own}}

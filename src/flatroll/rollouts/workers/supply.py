@@ -50,10 +50,12 @@ class Supply:
         self.transport = transport
         self._interrupts = interrupts
         self._publish = publish
+
         if whole:
             self._note_waiting = getattr(buffer, "note_waiting", None)
         else:
             self._note_waiting = None
+
         self._note_failure = getattr(buffer, "note_failure", None)
         self._bar = ProgressBar(gatherer.total, gatherer.team.returns_key) if progress else None
         self.tallies = [Tally() for _ in gatherer.team.members]
@@ -63,6 +65,7 @@ class Supply:
         self.owner = os.getpid()
         self.closed = self._workers_ended = self._ended = False
         self._thread: _Thread | None = None
+
         #: Held while weights are published, and while a batch is assembled and counted.
         self.lock = threading.RLock()
 
@@ -79,17 +82,20 @@ class Supply:
                     with self.lock:
                         if self._publish is not None:
                             self._publish()
+
                     try:
                         filled = self.gatherer.next(limited, wake)
                     except Exception:
                         if self._workers_ended and threading.current_thread() is self._thread:
                             return None  # closed by a `close` that did not wait for this thread
                         raise
+
                     if not filled:
                         if self._bar is not None:
                             self._bar.close()
                         return None
                     self._count(filled)
+
                 if self._made is None:
                     with self.lock:
                         self._made = (self._deliver(began),)
@@ -98,6 +104,7 @@ class Supply:
         except BaseException:
             self.close(0.3)
             raise
+
         made = self._made
         self._made = None
         return made
@@ -119,13 +126,20 @@ class Supply:
                 self._filled.pop(0).window.release()
             if not self._filled:
                 return None
+
         if self._filled:
             before = self.gatherer.team.frames - sum(fresh for _, _, fresh in self._filled)
             self._batch = self.delivery.batch(self._filled)
             self._filled = []
+
             if self._bar is not None:
                 mask = self._batch.get(MASK, None)
-                self._bar.show(self._batch.reshape(-1) if mask is None else self._batch[mask], before, began)
+                if mask is None:
+                    rows = self._batch.reshape(-1)
+                else:
+                    rows = self._batch[mask]
+                self._bar.show(rows, before, began)
+
         assert self._batch is not None
         made = self.delivery.hand_over(self._batch)
         self._batch = None
@@ -159,11 +173,13 @@ class Supply:
         """
         if os.getpid() != self.owner:
             return
+
         self.closed = True
         began = monotonic()
         self.stop(timeout)  # the thread may be closing
         if self._ended:
             return
+
         self._workers_ended = True
         self.gatherer.team.end(max(0.0, timeout - (monotonic() - began)))
         if not keep_transport:

@@ -151,19 +151,23 @@ class Team:
         self._random_frames = random_frames
         self._interrupts = interrupts
         self.next_writer = first_writer
+
         #: Rows collected in all windows delivered so far.
         self.frames = frames
         #: The seed of the last worker started at each place, and the number of workers started.
         self.seeds = [0] * len(jobs)
         self.started = 0
         self._failed_at: list[float] = []
+
         #: Number of failed workers.
         self.failures = 0
         #: Seconds the owner has waited for workers.
         self.waited = 0.0
         self.returns_key: Any = None  # key of the episode returns, if the envs record them
         self.scaled = False  # whether running statistics normalise the envs' observations
+
         self.members: list[Member] = []
+
         #: Events not yet returned.
         self.arrived: list[Event] = []
         self._begun = False
@@ -184,6 +188,7 @@ class Team:
         (child,) = self._seed_sequence.spawn(1)
         self.seeds[place] = int(child.generate_state(1)[0] >> 1)
         self.started += 1
+
         job = replace(
             self._jobs[place],
             writer=writer,
@@ -191,6 +196,7 @@ class Team:
             # its share of the remaining random rows, rounded up
             init_random_frames=ceil(max(0, self._random_frames - self.frames) / len(self._jobs)),
         )
+
         limit = self._start_timeout
         if limit is None and self._begun:
             limit = self._step_timeout  # while others wait for a replacement
@@ -211,7 +217,12 @@ class Team:
         """
         waiting = list(dict.fromkeys(waiting))  # a member may have requests for several windows
         while True:
-            self._listen(waiting, self._time_left(waiting) if timeout is None else timeout, wake)
+            if timeout is None:
+                seconds = self._time_left(waiting)
+            else:
+                seconds = timeout
+            self._listen(waiting, seconds, wake)
+
             if self.arrived or timeout is not None or (wake is not None and wake.is_set()):
                 events = self.arrived
                 self.arrived = []
@@ -225,8 +236,10 @@ class Team:
                 self.transport.wait([member.link for member in waiting], seconds, wake)
             self.waited += monotonic() - began
             self.hear(waiting)
+
         # An unread message, for example after Ctrl-C in a wait, was in time, however long ago it arrived.
         here = {event.member for event in self.arrived}
+
         for member in waiting:
             if member not in here:
                 self._check_time(member)
@@ -238,6 +251,7 @@ class Team:
             for member in waiting
             if (limit := self._limit(member)) is not None and not member.overdue
         ]
+
         if left:
             return max(0.0, min(left))
         return None
@@ -255,6 +269,7 @@ class Team:
             return
         if member.idle(limit) < limit:
             return
+
         if member.ready:
             member.overdue = TimeoutError(
                 f"no step of {link} ended within step_timeout={limit:g} s: the worker was killed"
@@ -263,6 +278,7 @@ class Team:
             member.overdue = TimeoutError(link.not_ready(limit))
             if not self._begun:  # a replacement would fail in the same way
                 raise member.overdue
+
         link.kill()
 
     def hear(self, members: Sequence[Member]) -> bool:
@@ -278,6 +294,7 @@ class Team:
                     self.arrived.append(self._handle_failure(member, error))
                     heard = True
                     break
+
                 if message is None:
                     break
                 kind, content = message
@@ -287,10 +304,17 @@ class Team:
                     member.ready, self.returns_key = True, content.returns
                     self.scaled = content.scaled
                     continue
+
                 note = content if kind == END else content.note
                 fresh = note.frames - member.frames
                 member.frames = note.frames
-                self.arrived.append(Event(member, note, None if kind == END else content, fresh))
+
+                if kind == END:
+                    payload = None
+                else:
+                    payload = content
+                self.arrived.append(Event(member, note, payload, fresh))
+
         return heard
 
     def _handle_failure(self, member: Member, error: Exception) -> Event:
@@ -310,6 +334,7 @@ class Team:
                 f"{self._max_failures}"
             )
             raise error
+
         at = self.members.index(member)
         if self._on_failure == "drop":
             if len(self.members) == 1:
@@ -319,13 +344,20 @@ class Team:
             successor = None
         else:
             successor = self.members[at] = self._start(member.place)
+
+        if successor is None:
+            fate = "dropped"
+        else:
+            fate = "replaced"
+
         _LOG.warning(
             "%s failed and is %s: %s: %s",
             member.link.name,
-            "dropped" if successor is None else "replaced",
+            fate,
             type(error).__name__,
             str(error),  # logging the error object would keep the worker's memory alive
         )
+
         return Event(member, lost=True, successor=successor)
 
     def end(self, timeout: float) -> None:

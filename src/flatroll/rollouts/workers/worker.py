@@ -49,11 +49,18 @@ class WindowMaker:
             policy = job.policy
         else:
             policy = job.policy_factory()
+
         options = dict(job.options)
         self._counted = RowCount(options.pop("postproc", None))
         self._watch = Watch(signals, weights, first_version, policy, looks=not job.sync, timed=job.timed)
+
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "split_trajs=True")  # the owner has warned already
+            if self._counted.postproc is None:
+                postproc = None
+            else:
+                postproc = self._counted
+
             self.collector = Collector(
                 job.create_env_fn,
                 policy,
@@ -63,9 +70,10 @@ class WindowMaker:
                 trajs_per_batch=job.trajs_per_batch,
                 init_random_frames=job.init_random_frames,
                 interruptor=self._watch,
-                postproc=None if self._counted.postproc is None else self._counted,
+                postproc=postproc,
                 **options,
             )
+
         self._watch.attach(self.collector)
 
     def ready(self) -> Ready:
@@ -79,7 +87,12 @@ class WindowMaker:
         leaves: Any = collector.spec.items(True, True)
         row_bytes = sum(spec.shape[1:].numel() * spec.dtype.itemsize for _, spec in leaves)
         scaled = scales_by_running_statistics(env)
-        return Ready(None if returns is None else next_key(returns.key), row_bytes, scaled)
+
+        if returns is None:
+            key = None
+        else:
+            key = next_key(returns.key)
+        return Ready(key, row_bytes, scaled)
 
     def ask(self, rows: int, limit: int) -> None:
         """Set the window size to ``rows`` and the total limit to ``limit`` rows (-1: no limit)."""
@@ -99,8 +112,14 @@ class WindowMaker:
         note = Note(collector.frames, 0, (), collector.rows_held, waited, watch.versions())
         if batch is None:
             return note, []
+
         before = self._counted.before
-        note = note._replace(rows=len(batch) if before is None else before, shape=tuple(batch.shape))
+        if before is None:
+            rows = len(batch)
+        else:
+            rows = before
+        note = note._replace(rows=rows, shape=tuple(batch.shape))
+
         return note, [columns_of(table) for table in (batch, collector.final) if table is not None]
 
 
@@ -119,9 +138,11 @@ class Signals:
             )
         else:
             self._block = block
+
         arrays = self._block.arrays()
         #: int64 [2]: number of the last window to deliver early; whether to stop (0 or 1).
         self.numbers = arrays["numbers"][0]
+
         #: float64 [1]: start of the current step (``time.monotonic()``), inf if there is none.
         self.beat = arrays["beat"]
         if made:
@@ -158,14 +179,17 @@ class Watch:
         self._first = first_version
         self._looks = looks
         self._timed = timed
+
         # The policy's own tensors, valid until its parameters are replaced.
         if isinstance(policy, nn.Module):
             self._state = policy.state_dict()
         else:
             self._state = {}
+
         self._collector: Collector | None = None
         self._window = 0
         self._seen = -1  # version of the policy
+
         # of the window's steps
         self._oldest = 0
         self._sum = 0
@@ -205,12 +229,14 @@ class Watch:
         cut, stop = self._numbers
         if stop:
             raise Closed("the owner of this worker stops it")
+
         if self._looks and self._weights.version != self._seen:
             self._fetch()
         if self._timed:
             self._beat[0] = monotonic()
         if not self._steps:
             self._oldest = self._seen  # the window may have begun with an older version
+
         self._steps += 1
         self._sum += self._seen
         return bool(cut >= self._window)
@@ -236,11 +262,14 @@ def columns_of(table: Any) -> Mapping[Any, Tensor]:
             "a worker's batch must be a tensordict with a first dimension of rows, got "
             f"{type(table).__name__} {list(getattr(table, 'shape', []))}: let postproc return one"
         )
+
     columns = dict(table.items(True, True, is_leaf=is_leaf_nontensor))
+
     for key, column in columns.items():
         if not isinstance(column, Tensor):
             raise TypeError(
                 f"column {key!r} is not a tensor but of type {type(column).__name__}: it cannot be shared between "
                 "processes"
             )
+
     return columns
