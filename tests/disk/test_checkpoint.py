@@ -208,7 +208,6 @@ def test_the_example_ends_at_the_same_weights_whatever_kills_it(tmp_path: Path) 
     done = interpreters.run(
         [*command, "--demo-kill", "--episodes", "8"],
         check=True,
-        timeout=600,
         env={"PYTHONPATH": "src"},
     )
     last = done.stdout.splitlines()[-1]

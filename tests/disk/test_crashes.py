@@ -110,7 +110,6 @@ def test_a_killed_process_leaves_the_acknowledged_version_or_the_next(tmp_path: 
     done = interpreters.run(
         [sys.executable, SUPPORT / "kill_savers.py", "6"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(SUPPORT)]), "TMPDIR": str(tmp_path)},
-        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert "'kills': 6" in done.stdout

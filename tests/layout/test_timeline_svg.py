@@ -150,7 +150,6 @@ def test_no_package_is_needed():
     source = str(Path(__file__).parents[2] / "src")
     done = interpreters.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {source!r})\n{program}"],
-        timeout=600,
         kind=interpreters.OfLibraries,
     )
     assert done.stdout.strip() == "<svg", done.stderr

@@ -47,6 +47,10 @@ MODULES = {
 
 # Of the system's headers: orphans become children of the nearest ancestor that asked for them.
 SET_CHILD_SUBREAPER = 36
+#: That of the servers, as it is before tests change it. Libraries of linear algebra read it when they are loaded.
+ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {
+    "OMP_NUM_THREADS": "1"
+}
 #: Above each descriptor that a program is given.
 HIGH_DESCRIPTOR = 500
 
@@ -69,6 +73,10 @@ class Program:
         (python, *words) = map(os.fspath, command)
         if python != sys.executable:
             return None
+
+        # As the environment says, and so for the server too: processes that are spawned are told once more.
+        if words[:1] == ["-B"]:
+            words = words[1:]
 
         filters = []
         while words[:1] == ["-W"] and words[1] in ("error", "ignore"):
@@ -106,11 +114,10 @@ class Server:
         (self._socket, theirs) = socket.socketpair()
         self._connection = Connection(os.dup(self._socket.fileno()))
 
-        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         self._process: subprocess.Popen[Any] = starts(name)(
             [sys.executable, __file__, str(theirs.fileno()), *MODULES[name]],
             stdin=subprocess.DEVNULL,
-            env={**environment, "OMP_NUM_THREADS": "1"},
+            env=ENVIRONMENT,
             pass_fds=[theirs.fileno()],
         )
         theirs.close()
@@ -234,8 +241,7 @@ def run(
         try:
             (output, errors) = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGABRT)  # which faulthandler hears
-            (output, errors) = process.communicate()
+            (output, errors) = abort(process)
         except BaseException:
             process.kill()
             raise
@@ -246,6 +252,19 @@ def run(
     return done
 
 
+def abort(process: Interpreter) -> tuple[str, str]:
+    """End a process that hangs; return what it printed, and in the end its stack."""
+    process.send_signal(signal.SIGABRT)  # which faulthandler hears
+    try:
+        (output, errors) = process.communicate(timeout=20)
+    except subprocess.TimeoutExpired as error:
+        # It is stopped, or processes that it has started hold its pipes.
+        process.kill()
+        output = (error.stdout or b"").decode()
+        errors = (error.stderr or b"").decode()
+    return output, errors
+
+
 class OfCollectors(Interpreter):
     """In place of the `subprocess.Popen` of a `flatroll.sharing.Nursery`: workers of collectors are prepared at once.
 
@@ -253,8 +272,7 @@ class OfCollectors(Interpreter):
     """
 
     def __init__(self, command: Sequence[Any], **options: Any) -> None:
-        loads_flatroll = any(str(word).startswith("flatroll.") for word in command[3:])
-        self.forks = loads_flatroll
+        self.forks = any(str(word).startswith("flatroll.") for word in command[3:])
         super().__init__(command, **options)
 
 
@@ -275,6 +293,7 @@ def spawn_forked(path: bytes, arguments: Sequence[Any], descriptors: Sequence[in
 
 def serve(channel: int, modules: list[str]) -> Request:
     """Fork for each request, until there are no more. Returns in the forked processes alone."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     sys.path.insert(0, SOURCE)
     for module in modules:
         importlib.import_module(module)
@@ -359,7 +378,7 @@ def run_program(program: Program) -> None:
         exec(compile(program.what, "<string>", "exec"), vars(main))
     else:
         sys.argv[:] = [program.what, *program.arguments]
-        main.__file__ = program.what
+        main.__file__ = os.path.abspath(program.what)
         exec(compile(Path(program.what).read_bytes(), program.what, "exec"), vars(main))
 
 

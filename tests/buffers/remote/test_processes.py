@@ -464,7 +464,7 @@ print(child)
 
 def test_a_program_ends_when_its_last_line_is_done() -> None:
     """The owner's thread, which is at work, neither keeps it alive nor prints anything."""
-    done = interpreters.run([sys.executable, "-W", "ignore", "-c", ENDS], timeout=600)
+    done = interpreters.run([sys.executable, "-W", "ignore", "-c", ENDS])
     assert (done.returncode, done.stderr) == (0, "")
     child = int(done.stdout)
     until(

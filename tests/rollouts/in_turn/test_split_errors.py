@@ -284,6 +284,6 @@ if __name__ == "__main__":
 
 
 def test_closing_with_a_step_under_way_ends() -> None:
-    run = interpreters.run([sys.executable, "-c", CLOSES], timeout=600)
+    run = interpreters.run([sys.executable, "-c", CLOSES])
     assert run.returncode == 0, run.stderr
     assert run.stdout.split("\n")[:2] == ["closed with a step under way", "True"]

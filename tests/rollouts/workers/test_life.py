@@ -357,7 +357,7 @@ print("pids", *(worker.pid for worker in nursery.workers), flush=True)
 @PROCESSES
 def test_a_program_without_a_guard_that_just_ends(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    ran = interpreters.run([sys.executable, tmp_path / "program.py"], timeout=600)
+    ran = interpreters.run([sys.executable, tmp_path / "program.py"])
     assert ran.returncode == 0 and "Error" not in ran.stderr, ran.stderr
     pids = ran.stdout.removeprefix("pids ").split()
     assert len(pids) == 2
