@@ -6,8 +6,12 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
 from collections.abc import Iterator
+from multiprocessing import popen_spawn_posix, util
+from types import SimpleNamespace
 
+import interpreters
 import numpy as np
 import pytest
 import torch
@@ -63,3 +67,15 @@ def quick_collections() -> None:
 def no_collections_of_a_parents_garbage() -> None:
     """A forked child, such as Gymnasium's workers, leaves alone what its parent had: envpool's pools crash there."""
     os.register_at_fork(after_in_child=gc.freeze)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_interpreters() -> Iterator[None]:
+    """What prepares the workers of collectors, and processes that are spawned, are forked with torch loaded."""
+    known_to_nurseries = SimpleNamespace(**{**vars(subprocess), "Popen": interpreters.OfCollectors})
+    known_to_spawn = SimpleNamespace(**{**vars(util), "spawnv_passfds": interpreters.spawn_forked})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flatroll.sharing.nursery.subprocess", known_to_nurseries)
+        patch.setattr(popen_spawn_posix, "util", known_to_spawn)
+        yield
+    interpreters.close_servers()

@@ -2,12 +2,12 @@
 
 import copy
 import io
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import interpreters
 import pytest
 import torch
 from hypothesis import given, settings
@@ -125,7 +125,7 @@ def test_a_state_loads_in_a_new_process(world: Any, tmp_path: Path) -> None:
         buffer.load_state_dict(torch.load({str(tmp_path / "state.pt")!r}))
         torch.save([buffer.sample(return_info=True) for _ in range(3)], {str(tmp_path / "samples.pt")!r})
     """
-    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": "src"})
+    interpreters.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": "src"})
     assert same(torch.load(tmp_path / "samples.pt", weights_only=False), drawn(buffer, 3))
 
 

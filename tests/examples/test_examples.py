@@ -3,6 +3,7 @@
 import importlib.util
 from pathlib import Path
 
+import interpreters
 import pytest
 
 from flatroll.examples import report
@@ -92,6 +93,7 @@ def test_the_notebooks_run(
     monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel is to choose its own
     jupytext = pytest.importorskip("jupytext")
     nbclient = pytest.importorskip("nbclient")
+    monkeypatch.setattr("jupyter_client.launcher.Popen", interpreters.Interpreter)
     notebook = jupytext.read(ROOT / "examples" / "notebooks" / f"{name}.py")
     nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]

@@ -1,12 +1,12 @@
 """Which envs are taken for pure JAX functions, told without importing JAX; the real ones: tests/simulators/."""
 
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
+import interpreters
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -144,4 +144,4 @@ def test_no_env_but_a_functional_one_imports_jax() -> None:
         "as_vector_env(gymnasium.make_vec('CartPole-v1', num_envs=2)).reset(seed=0)\n"
         "assert not {'jax', 'gymnax', 'brax'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    interpreters.run([sys.executable, "-c", program], check=True, kind=interpreters.OfLibraries)

@@ -6,7 +6,6 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import interpreters
 import pytest
 import torch
 from shared_rows import far, run, shares
@@ -464,9 +464,7 @@ print(child)
 
 def test_a_program_ends_when_its_last_line_is_done() -> None:
     """The owner's thread, which is at work, neither keeps it alive nor prints anything."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", ENDS], capture_output=True, text=True, timeout=600, check=False
-    )
+    done = interpreters.run([sys.executable, "-W", "ignore", "-c", ENDS])
     assert (done.returncode, done.stderr) == (0, "")
     child = int(done.stdout)
     until(
