@@ -11,10 +11,29 @@ from collections.abc import Iterator
 from multiprocessing import popen_spawn_posix, util
 from types import SimpleNamespace
 
+import forms
 import interpreters
 import numpy as np
 import pytest
 import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--long", action="store_true", help="the long form of the tests: more of each kind of check"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    forms.choose(config)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The quick form leaves out what is marked so, and combinations of values that met before."""
+    if not forms.is_long():
+        kept, left_out = forms.quick(items)
+        items[:] = kept
+        config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

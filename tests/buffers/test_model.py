@@ -4,15 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from forms import examples
+from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
 
-EXAMPLES = settings(
-    max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
-)
+EXAMPLES = examples(25, stateful_step_count=25, suppress_health_check=list(HealthCheck))
 
 
 #: Which ids there are, and which markers are not: boundaries must come out alike.

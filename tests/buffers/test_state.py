@@ -10,7 +10,8 @@ from typing import Any
 import interpreters
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from resume_product import same
 from tensordict import TensorDict
@@ -211,7 +212,7 @@ def test_the_best_rows_stay_the_best() -> None:
 # -- what comes after ----------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@examples(25, derandomize=True)
 @given(
     windows=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), min_size=1, max_size=14),
     later=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), max_size=8),

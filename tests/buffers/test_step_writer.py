@@ -13,8 +13,9 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from forms import examples
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
@@ -649,7 +650,7 @@ def test_flags_are_filled_in(given_flags: dict[str, Any], expected: dict[str, An
     assert {key: column.flatten().tolist() for key, column in rows.items()} == given_flags | expected
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(data=st.data())
 def test_whatever_is_done_the_rows_are_right(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 4), "envs")

@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
@@ -110,7 +111,7 @@ def test_runs_equal_stepping(kind, layers, dtype, backend, starts):
         torch.testing.assert_close(grad, expected_grad, atol=20 * close["atol"], rtol=20 * close["rtol"])
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=8),
     kind=st.sampled_from(KINDS),

@@ -15,7 +15,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
@@ -117,7 +118,7 @@ move = st.tuples(st.sampled_from(["collect"] * 6 + MOVES + BY_HAND), st.integers
 lengths = st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=3), min_size=1, max_size=3)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(kind=st.sampled_from(KINDS), lengths=lengths, moves=st.lists(move, min_size=2, max_size=12))
 def test_any_order_of_moves_gives_true_rows(kind: str, lengths: Any, moves: Any) -> None:
     with warnings.catch_warnings():

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictBase
 from torch.utils._pytree import tree_leaves
@@ -108,7 +109,7 @@ def through_folders(rows: TensorDictBase, shift: int | None, is_full: bool | Non
 ROUTES = [through_flat, through_nested, through_folders]
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     lengths=st.lists(st.integers(1, 4), min_size=1, max_size=5),
     dtype=st.sampled_from(DTYPES),
