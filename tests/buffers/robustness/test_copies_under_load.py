@@ -155,7 +155,10 @@ def shared() -> None:
 
 
 def test_copies_of_a_buffer_under_load_hold_the_rows_of_one_moment() -> None:
-    found = subprocess.run([sys.executable, __file__, "3"], capture_output=True, text=True, timeout=600)
+    from forms import scaled  # not known to the process that runs this file
+
+    copies = scaled(quick="2", long="10")  # a deep copy and a pickle
+    found = subprocess.run([sys.executable, __file__, copies], capture_output=True, text=True, timeout=600)
     assert found.returncode == 0, found.stderr[-3000:]
 
 
