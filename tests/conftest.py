@@ -54,8 +54,14 @@ def start_method() -> None:
 @pytest.fixture(autouse=True)
 def same_draws() -> None:
     """Random numbers of this process are the same in each run, whichever tests run before."""
-    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
-        set_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+
+    # torch.manual_seed also notes for each kind of device, with a whole stack, to seed it when it is first used.
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True, scope="session")

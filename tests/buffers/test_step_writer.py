@@ -580,6 +580,7 @@ def test_resets_in_place_of_last_observations_are_told_in_any_window(window: int
             writer.write(step)
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("places", [2, 3, 1000])
 @pytest.mark.parametrize("window", [1, 4, 50])
 @pytest.mark.parametrize("seed", range(4))

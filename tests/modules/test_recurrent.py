@@ -78,6 +78,7 @@ RESETS = {
 }
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("starts", RESETS.values(), ids=RESETS.keys())
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

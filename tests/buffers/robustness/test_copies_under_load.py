@@ -154,9 +154,12 @@ def shared() -> None:
 
 
 def test_copies_of_a_buffer_under_load_hold_the_rows_of_one_moment() -> None:
-    import interpreters  # not there where this file is run
+    # neither is known to the process that runs this file
+    import interpreters
+    from forms import scaled
 
-    found = interpreters.run([sys.executable, __file__, "3"])
+    copies = scaled(quick="2", long="10")  # a deep copy and a pickle
+    found = interpreters.run([sys.executable, __file__, copies], timeout=600)
     assert found.returncode == 0, found.stderr[-3000:]
 
 

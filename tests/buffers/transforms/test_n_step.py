@@ -375,6 +375,7 @@ def test_compact_batches_need_their_final_observations(world: Any) -> None:
         read(MultiStepTransform(3, 0.9), buffer, torch.arange(5))
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("sampler", ["random", "slices"])
 @pytest.mark.parametrize("compact", [False, True])
 @pytest.mark.parametrize("kind", ["float32", "dict"])
