@@ -95,7 +95,10 @@ def quick(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item
             grids.setdefault((item.nodeid.partition("[")[0], *cover.args), []).append(item)
 
     for (_, strength), grid in grids.items():
-        kept = covering([dict(item.callspec.indices) for item in grid], strength)
+        # The same value of a parameter is the same object in each combination.
+        kept = covering(
+            [{name: id(value) for name, value in item.callspec.params.items()} for item in grid], strength
+        )
         others.update(item for item, stays in zip(grid, kept, strict=True) if not stays)
 
     return [item for item in items if item not in others], [item for item in items if item in others]
