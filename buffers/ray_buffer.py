@@ -53,11 +53,8 @@ class BufferActor:
         return attempt(self._run, method, *arguments)
 
     def _run(self, method: str, *arguments: Any) -> Any:
-        if method in ("draw", "weight"):
-            owner = self
-        else:
-            owner = self._buffer
-        function = getattr(owner, method)
+        target = self if method in ("draw", "weight") else self._buffer
+        function = getattr(target, method)
         return pack_batches(function(*map(unpack_batches, arguments)))
 
     def draw(self, rows: int) -> tuple[Any, dict[str, Any], Weight]:
@@ -69,16 +66,18 @@ class BufferActor:
         """Return the buffer's weight in an ensemble."""
         buffer = self._buffer
         sampler = self._buffer.sampler
+
         unit = getattr(sampler, "slice_len", 1)
         if unit is None:
             raise ValueError(
                 f"{type(sampler).__name__} in a RayReplayBufferEnsemble needs slice_len: shards give different numbers "
                 "of slices, so num_slices alone does not determine their length"
             )
+
         if not len(buffer) or not has_priorities(sampler):
             return Weight(float(len(buffer)), 1.0, 0.0, unit)
-        total, least = sampler.mass(buffer.ring)
 
+        total, least = sampler.mass(buffer.ring)
         return Weight(total, least, sampler.beta, unit)
 
     def extend(self, rows: Any) -> Any:
@@ -87,10 +86,7 @@ class BufferActor:
 
     def _extend(self, rows: Any) -> int:
         batch, final = unpack_batches(rows)
-        if final is None:
-            options = {}
-        else:
-            options = {"final": final}
+        options = {} if final is None else {"final": final}
         return len(self._buffer.extend(batch, **options))
 
 
@@ -169,6 +165,7 @@ class RayReplayBuffer(Facts):
 
         self.batch_size = batch_size
         self.prefetch = prefetch
+
         self._under_way: deque[Any] = deque()
         self._calls = RayCalls(ray_init_config) if calls is None else calls
 
@@ -201,14 +198,15 @@ class RayReplayBuffer(Facts):
         """Begin a call of the buffer's method without waiting; return a reference for `result`."""
         if self._actor is None:
             raise RuntimeError("the buffer is closed (by shutdown): make a new one")
+
         return self._calls.call(self._actor, "run", method, *map(pack_batches, arguments))
 
     # -- writing -----------------------------------------------------------------------------------------------
 
     def extend(self, data: Any, final: TensorDictBase | None = None) -> Tensor:
         """As `ReplayBuffer.extend`."""
-        finals = () if final is None else (final,)
-        positions: Tensor = self._run("extend", data, *finals)
+        arguments = (data,) if final is None else (data, final)
+        positions: Tensor = self._run("extend", *arguments)
         return positions
 
     def extend_reference(self, rows: Any, place: int = 0) -> int:
@@ -223,6 +221,7 @@ class RayReplayBuffer(Facts):
         """
         if self._actor is None:
             raise RuntimeError("the buffer is closed (by shutdown): make a new one")
+
         count: int = self.result(self._calls.call(self._actor, "extend", rows))
         return count
 
@@ -305,12 +304,10 @@ class RayReplayBuffer(Facts):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._under_way, self._calls = deque(), RayCalls()
+        self._under_way = deque()
+        self._calls = RayCalls()
 
     def _facts(self) -> dict[str, Any]:
         """What `repr` and notebooks show."""
-        if self._actor is not None:
-            state = "in an actor"
-        else:
-            state = "closed"
+        state = "closed" if self._actor is None else "in an actor"
         return {"": state, "prefetch": self.prefetch or 0}

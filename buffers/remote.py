@@ -87,14 +87,17 @@ class Post:
         """
         rest, tensors = pack(value)
         if len(rest) + sum(tensor.nbytes for tensor in tensors) <= _SMALL:
-            self.channel.send(LETTER, (rest, [(dtype_name(t), tuple(t.shape), _bytes(t)) for t in tensors]))
+            parts = [(dtype_name(tensor), tuple(tensor.shape), _bytes(tensor)) for tensor in tensors]
+            self.channel.send(LETTER, (rest, parts))
             return
 
         self._take_back()  # the slot is still in use if the last answer was unreadable
+
         # Columns of equal length form a table: a batch, or its ``final``.
         tables: dict[int, dict[Key, Tensor]] = {}
         for place, tensor in enumerate(tensors):
             tables.setdefault(len(tensor), {})[str(place)] = tensor
+
         if len(rest) > _SMALL:  # the pickle itself may be large
             packed: dict[Key, Tensor] = {"rest": torch.frombuffer(bytearray(rest), dtype=torch.uint8)}
             self._outbox.put(*tables.values(), packed, note=None)
@@ -132,8 +135,8 @@ class Post:
                 rest = columns.pop("rest").numpy().tobytes()
             else:
                 rest = window.note
-
             tensors = [columns[str(place)] for place in range(len(columns))]
+
             if keep:
                 tensors = [tensor.clone() for tensor in tensors]
         else:
@@ -203,14 +206,10 @@ class BufferHandle:
         self, data: Any, final: TensorDictBase | None = None, *, update_priority: bool | None = None
     ) -> Tensor:
         """Store rows, as `ReplayBuffer.extend`; when this returns they can be sampled."""
-        if update_priority is None:
-            options = {}
-        else:
-            options = {"update_priority": update_priority}
-
         # An ensemble's method has neither option and raises its own error.
-        finals = () if final is None else (final,)
-        stored: Tensor = self._call("extend", data, *finals, **options)
+        arguments = (data,) if final is None else (data, final)
+        options = {} if update_priority is None else {"update_priority": update_priority}
+        stored: Tensor = self._call("extend", *arguments, **options)
         return stored
 
     def add(self, data: Any) -> int:
@@ -298,13 +297,13 @@ class BufferHandle:
             except BaseException:  # a late answer must not be taken for that of the next call
                 self.hang_up()
                 raise
-
             if outcome == LOST:
                 self.hang_up()
 
         if outcome != DONE:
             value.add_note(f"raised in process {self._owner}, which owns the buffer")
             raise value from WorkerTraceback(f"\n{trace}")
+
         if isinstance(value, range):
             return torch.arange(value.start, value.stop)
         return value
@@ -334,7 +333,6 @@ def shortened(value: Any) -> Any:
         last = int(value[-1])
         if last - first == len(value) - 1 and bool((value.diff() == 1).all()):
             return range(first, last + 1)
-
     return value
 
 
@@ -358,11 +356,14 @@ class Owner:
         self.process = os.getpid()
         self._closed = False
         self._buffer = weakref.ref(buffer)
+
         self._inside, outside = Door.pair()
         self.handle = BufferHandle(outside, self.process, self._buffer)
         self.clients: dict[int, Post] = {}  # by descriptor
+
         self._poll = select.poll()
         self._poll.register(self._inside.fileno(), select.POLLIN)
+
         self.thread = threading.Thread(target=self._serve, name="flatroll buffer owner", daemon=True)
         forget_in_children(self)
         weakref.finalize(buffer, self.close)  # also at interpreter exit
@@ -392,7 +393,6 @@ class Owner:
                 for descriptor, _ in self._poll.poll():
                     if self._closed:
                         return
-
                     if descriptor == door:
                         entered = self._inside.admit()
                         if entered is not None:  # a valid client
@@ -424,6 +424,7 @@ class Owner:
     def _answer(self, post: Post, kind: str, content: Any) -> None:
         """Execute a message; the buffer's errors are sent to the client."""
         buffer = self._buffer()
+
         # A list storage or a transform's `inv` may keep the tensors, so they must not be in memory that the client
         # overwrites.
         keep = buffer is not None and (
@@ -440,7 +441,6 @@ class Owner:
             trace = traceback.format_exc()
             # Without the frames, which refer to the buffer.
             answer = FAILED, portable(error).with_traceback(None), trace
-
         del buffer
 
         try:
@@ -464,15 +464,17 @@ class Service:
 
     def handle(self, buffer: Served) -> BufferHandle:
         """Return the handle of this process's ``buffer``; see `ReplayBuffer.handle`."""
-        if self.owner is None or self.owner.process != os.getpid():
-            if self._owned_by is not None and self._owned_by[0] != os.getpid() and _runs(*self._owned_by):
-                raise RuntimeError(
-                    f"this buffer is a copy, by pickle or fork, of the one that process {self._owned_by[0]} owns: call "
-                    "handle() there, and give this process the handle instead of the buffer"
-                )
-            self._owned_by = os.getpid(), psutil.Process().create_time()
-            self.owner = Owner(buffer)
+        if self.owner is not None and self.owner.process == os.getpid():
+            return self.owner.handle
 
+        if self._owned_by is not None and self._owned_by[0] != os.getpid() and _runs(*self._owned_by):
+            raise RuntimeError(
+                f"this buffer is a copy, by pickle or fork, of the one that process {self._owned_by[0]} owns: call "
+                "handle() there, and give this process the handle instead of the buffer"
+            )
+
+        self._owned_by = os.getpid(), psutil.Process().create_time()
+        self.owner = Owner(buffer)
         return self.owner.handle
 
 

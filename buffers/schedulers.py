@@ -31,11 +31,15 @@ class ParameterScheduler(ABC):
     def __init__(
         self, obj: Any, param_name: str, min_value: float | None = None, max_value: float | None = None
     ) -> None:
-        if min_value is not None:
+        if min_value is None:
+            min_value = -math.inf
+        else:
             number("min_value", min_value, below=math.inf)
-        if max_value is not None:
+        if max_value is None:
+            max_value = math.inf
+        else:
             number("max_value", max_value, above=-math.inf)
-        if min_value is not None and max_value is not None and min_value > max_value:
+        if min_value > max_value:
             raise ValueError(f"min_value must be at most max_value, got {min_value} and {max_value}")
 
         self.obj = obj.sampler if isinstance(obj, ReplayBuffer) else obj
@@ -43,8 +47,8 @@ class ParameterScheduler(ABC):
         if not hasattr(self.obj, param_name):
             raise AttributeError(f"obj must have an attribute {param_name!r}, got {type(self.obj).__name__}")
 
-        self.min_value = -math.inf if min_value is None else min_value
-        self.max_value = math.inf if max_value is None else max_value
+        self.min_value = min_value
+        self.max_value = max_value
         self.initial_value = float(number(param_name, getattr(self.obj, param_name)))
         self.steps = 0
 
@@ -56,9 +60,10 @@ class ParameterScheduler(ABC):
         """Set the next value."""
         self.steps += 1
         current = getattr(self.obj, self.param_name)
-        value = min(max(self.value(float(current)), self.min_value), self.max_value)
-        new = current.new_tensor(value) if isinstance(current, Tensor) else value
-        setattr(self.obj, self.param_name, new)
+        value: Any = min(max(self.value(float(current)), self.min_value), self.max_value)
+        if isinstance(current, Tensor):
+            value = current.new_tensor(value)
+        setattr(self.obj, self.param_name, value)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the steps so far and the initial value; the attribute itself is part of its object's state."""

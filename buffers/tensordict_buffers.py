@@ -95,6 +95,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         # Checked before rows are stored.
         priorities = self._given_priorities(rows) if prioritize else []
         slots = super()._store(ring, rows, filled, prioritize)
+
         with self.lock:
             for part, priority in priorities:
                 self.sampler.update_priority(ring, slots[part], priority, None)
@@ -105,11 +106,13 @@ class TensorDictReplayBuffer(ReplayBuffer):
         if not has_priorities(self.sampler):
             return []
 
+        priorities: list[tuple[slice, Tensor]] = []
         column = rows.columns.get(self.priority_key)
-        priorities = [] if column is None else [(slice(None), column)]
-
+        if column is not None:
+            priorities.append((slice(None), column))
         for i, item in enumerate(rows.items):  # with a ListStorage each item may have one
-            if (value := item.get(self.priority_key, None)) is not None:
+            value = item.get(self.priority_key, None)
+            if value is not None:
                 priorities.append((slice(i, i + 1), value[None]))
 
         for part, priority in priorities:
@@ -160,7 +163,6 @@ class TensorDictReplayBuffer(ReplayBuffer):
         index = data.get(_INDEX, None)
         priority = data.get(self.priority_key, None)
         generation = data.get(_GENERATION, None)
-
         if index is None or priority is None:
             missing = _INDEX if index is None else self.priority_key
             raise KeyError(
@@ -176,6 +178,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
             inner = len(structure.inner)
         elif isinstance(self.storage, ListStorage) and index.numel():
             inner = len(self.storage.read_rows(index.reshape(-1)[:1])[0].batch_size)
+
         dims = data.batch_dims - inner
         if dims < 0:
             raise ValueError(
@@ -183,11 +186,11 @@ class TensorDictReplayBuffer(ReplayBuffer):
                 "the sample in its original shape"
             )
 
-        self.update_priority(
-            _one_each(index, dims, inner),
-            priority.reshape(math.prod(priority.shape[:dims]), *priority.shape[dims:]),
-            None if generation is None else _one_each(generation, dims, inner),
-        )
+        index = _one_each(index, dims, inner)
+        priority = priority.reshape(math.prod(priority.shape[:dims]), *priority.shape[dims:])
+        if generation is not None:
+            generation = _one_each(generation, dims, inner)
+        self.update_priority(index, priority, generation)
 
 
 class PrioritizedReplayBuffer(ReplayBuffer):
@@ -275,6 +278,7 @@ def _spread(entry: Tensor, inner: torch.Size) -> Tensor:
     """``entry`` ``[N, ...]`` repeated over the batch size ``inner`` of an item: ``[N, *inner, ...]``."""
     if not inner:
         return entry
+
     spread = entry.reshape(len(entry), *[1] * len(inner), *entry.shape[1:])
     return spread.expand(len(entry), *inner, *entry.shape[1:]).contiguous()
 
@@ -292,4 +296,5 @@ def _one_each(entry: Tensor, dims: int, inner: int) -> Tensor:
             f"data refers to several items of the buffer along its last {inner} batch dimensions, which must belong "
             "to one item: pass the sample in its original shape [N, T]"
         )
+
     return first

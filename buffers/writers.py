@@ -210,23 +210,25 @@ class TensorDictMaxValueWriter(Writer):
         """Choose the highest-ranked rows and free slots for them; ValueError if a rank is NaN."""
         assert isinstance(ring, RankedRing)
         # Items of a list may differ in shape and are reduced one by one; columns [N, ...] all at once.
+        # Items of a list may differ in shape and are reduced one by one; columns [N, ...] all at once.
         parts = [item.get(self.rank_key)[None] for item in rows.items]
+        if not parts:
+            parts = [rows.columns[self.rank_key]]
 
         reduced = []
-        for part in parts or [rows.columns[self.rank_key]]:
+        for part in parts:
             values = part.detach().to("cpu", torch.float64)
             if values.ndim > 1:
                 values = getattr(values.flatten(1), _REDUCTIONS[self.reduction])(1)
-            if isinstance(values, Tensor):
-                column = values
-            else:
-                column = values.values
-            reduced.append(column)  # median also returns indices
+            if not isinstance(values, Tensor):  # median also returns indices
+                values = values.values
+            reduced.append(values)
 
         ranks = torch.cat(reduced)  # float64 [N]
         nan = ranks.isnan()
         if bool(nan.any()):
             raise ValueError(f"batch[{self.rank_key!r}] gives item {int(nan.nonzero()[0])} the rank NaN")
+
         return ring.choose(ranks)
 
 
@@ -235,11 +237,7 @@ _REDUCTIONS = {"sum": "sum", "max": "amax", "min": "amin", "mean": "mean", "medi
 
 def check_tensordicts(batch: object, who: str, instead: str) -> None:
     """Raise TypeError unless ``batch`` is a tensordict or a list of tensordicts."""
-    if isinstance(batch, list):
-        items = batch
-    else:
-        items = [batch]
-
+    items = batch if isinstance(batch, list) else [batch]
     for item in items:
         if not isinstance(item, TensorDictBase):
             raise TypeError(f"{who} takes tensordicts, got {type(item).__name__}: {instead}")
@@ -249,6 +247,7 @@ def check_rows(batch: TensorDictBase, ndim: int) -> None:
     """Raise ValueError unless ``batch`` has ``ndim`` batch dimensions and no padding rows."""
     if batch.batch_dims == 0:
         raise ValueError("batch has batch size []: use add for one row, or batch.unsqueeze(0)")
+
     if batch.batch_dims != ndim or batch.get(MASK, None) is None:
         return
 
@@ -273,8 +272,8 @@ def before_storing(
     """
     given = _versions(data)  # keeps the tensors alive, so that their ids are not reused
     data = apply_inverses(transforms, data, final)
-    kept = {(id(value), version) for value, version in given.values()}
 
+    kept = {(id(value), version) for value, version in given.values()}
     for key, (value, version) in _versions(data).items():
         if (id(value), version) not in kept:
             not_compared.add(without_next(key))
@@ -285,8 +284,13 @@ def _versions(data: object) -> dict[NestedKey, tuple[Tensor, int]]:
     """The tensors of a tensordict by key, and how often each was written to in place."""
     if not isinstance(data, TensorDictBase):
         return {}
-    tensors = {key: value for key, value in data.items(True, True) if isinstance(value, Tensor)}
-    return {key: (value, 0 if value.is_inference() else value._version) for key, value in tensors.items()}
+
+    versions: dict[NestedKey, tuple[Tensor, int]] = {}
+    for key, value in data.items(True, True):
+        if isinstance(value, Tensor):
+            version = 0 if value.is_inference() else value._version
+            versions[key] = (value, version)
+    return versions
 
 
 def has_priorities(sampler: Sampler) -> bool:

@@ -43,17 +43,12 @@ def keys_written_by(actor: TensorDictModuleBase) -> dict[str, Any]:
     # the distribution is that of the last part, unless the actor declares one over all sampling parts
     sampler: Any = actor if getattr(actor, "return_composite", False) else heads[-1]
     keys: dict[str, Any] = {"action": list(sampler.dist_sample_keys)}
-
     # raises if the actor was built under another set_composite_lp_aggregate
     with suppress(RuntimeError):
         log_prob_keys = list(sampler.log_prob_keys)
         # several parts may share one log-probability entry, which the loss finds itself
         if len(log_prob_keys) == 1:
-            shared = {"sample_log_prob": log_prob_keys}
-        else:
-            shared = {}
-
-        keys |= shared
+            keys["sample_log_prob"] = log_prob_keys
 
     return keys
 
@@ -103,8 +98,8 @@ def distribution_for(
         whole: Any = actor_network
         work = batch if readers is None else shallow_copy(batch)
         return whole.get_dist(work), work
-    head, work, outputs = ready
 
+    head, work, outputs = ready
     return build_distribution(head, work, outputs), work
 
 
@@ -160,6 +155,7 @@ def log_prob_of(
             f"the action must have the shape {tuple(shape + dist.event_shape)} of the actor's "
             f"{type(dist).__name__}, got {tuple(action.shape)}"
         )
+
     return log_prob
 
 

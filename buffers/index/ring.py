@@ -66,7 +66,6 @@ class Draw:
         """Return bool ``[N]``, True where a slice ends or a row is padding; all True for single rows."""
         if self.lasts is None:
             return torch.ones(len(self.slots), dtype=torch.bool)
-
         ends = torch.zeros(len(self.slots), dtype=torch.bool)
         ends[self.lasts] = True
         if self.mask is None:
@@ -109,7 +108,8 @@ class Ring:
         self.capacity = capacity
         # A single record, so that it can be in shared memory and kernels can change it.
         self._state: Array = np.zeros(1, self._dtype)
-        self._state["head"] = self._state["written"] = first
+        self._state["head"] = first
+        self._state["written"] = first
 
     def __len__(self) -> int:
         """Return the number of readable rows."""
@@ -242,7 +242,6 @@ class Ring:
         """Draw these slots, int64 ``[N]``. Slots being overwritten are skipped, or raise IndexError if ``strict``."""
         version = self.version
         self.check_not_empty()
-
         readable = self.numbers(slots, version[0]) < self.written
         if not bool(readable.all()):
             if strict:
@@ -252,10 +251,7 @@ class Ring:
                 )
             slots = slots[readable]
 
-        if follow:
-            following = self.follow(slots)
-        else:
-            following = None
+        following = self.follow(slots) if follow else None
         return Draw(slots, follow=following, version=version)
 
     @property
@@ -291,6 +287,7 @@ class Ring:
                 "the state is of a buffer that keeps the best rows, this one keeps the latest: load it into a "
                 "buffer with the writer it was saved with"
             )
+
         self._state[:] = self._checked_counters(state["capacity"], state["state"])
 
     def _checked_counters(self, capacity: int, counters: Array) -> Array:
@@ -311,15 +308,11 @@ class Ring:
             raise self._empty()
 
     def _empty(self) -> RuntimeError:
-        kept_back = (
-            f" ({self.waiting} rows wait in the collector for the end of their trajectories: trajs_per_batch)"
+        if not self.waiting:
+            return RuntimeError(_EMPTY)
+        return RuntimeError(
+            f"{_EMPTY} ({self.waiting} rows wait in the collector for the end of their trajectories: trajs_per_batch)"
         )
-
-        if self.waiting:
-            reason = kept_back
-        else:
-            reason = ""
-        return RuntimeError(_EMPTY + reason)
 
     def move(self, memory: Array) -> None:
         """Move the counters into ``memory`` (uint8), which other processes share."""

@@ -68,15 +68,10 @@ def check_heap(
 def check_saved_generator(saved: Any, generator: torch.Generator | None, whose: str) -> None:
     """Raise ValueError unless the state ``saved`` of a generator (None: there was none) fits ``generator``."""
     if (saved is None) != (generator is None):
-        if whose == "buffer":
-            kind = "ReplayBuffer"
-        else:
-            kind = "ReplayBufferEnsemble"
-
+        kind = "ReplayBuffer" if whose == "buffer" else "ReplayBufferEnsemble"
         raise ValueError(
             f"the state was saved with a generator and this {whose} has none, or the other way round: use "
-            f"{kind}(generator=torch.Generator()) on both "
-            "sides to draw the same rows"
+            f"{kind}(generator=torch.Generator()) on both sides to draw the same rows"
         )
 
     if saved is not None:
@@ -114,6 +109,7 @@ class SavedFragments(NamedTuple):
         check_table("fragments", table, FRAGMENT)
         check_table("trajectories", chains, CHAIN)
         check_table("spare entries", state["spare"], np.dtype(np.int64))
+
         names = ("first", "end", "slots", "head", "written")
         begin, end, used, head, written = (int(counters[name]) for name in names)
         size = len(table)
@@ -129,8 +125,11 @@ class SavedFragments(NamedTuple):
 
         # The oldest row is in the first fragment; the others follow in ascending order.
         begins = np.append(firsts, written)
-        in_order = len(live) > 0 and 0 <= begins[0] <= head < begins[1] and bool((np.diff(begins) > 0).all())
-        if not in_order and (len(live) or head != written):
+        if len(live):
+            in_order = 0 <= begins[0] <= head < begins[1] and bool((np.diff(begins) > 0).all())
+        else:
+            in_order = head == written
+        if not in_order:
             raise damaged(f"its {len(live)} fragments do not cover the rows {head} ... {written - 1}")
         if bool((chain < 0).any()) or bool((chain >= used).any()):
             raise damaged(f"a fragment belongs to none of its {used} trajectories")
@@ -154,7 +153,6 @@ def _free_places(following: Array, first: int, used: int, chain: Array) -> Array
     is_free[chain] = False
     order = list[int]()
     at = first - 1
-
     while 0 <= at < used and is_free[at]:
         is_free[at] = False  # clear the flag, so that a cycle ends the loop
         order.append(at)

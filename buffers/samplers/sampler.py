@@ -47,9 +47,8 @@ class Freshness:
         self.newest = -1
         self.storage: StoredColumns | None = None
         self._seen = 0  # rows below this number have been searched for the newest version
-        self._fresh: tuple[tuple[int, int, int], Tensor] | None = (
-            None  # key of the cached list, and its fresh slots
-        )
+        # Key of the cached list, and its fresh slots.
+        self._fresh: tuple[tuple[int, int, int], Tensor] | None = None
 
     def tell(self, version: int) -> None:
         """Announce a policy version, even before rows of it arrive."""
@@ -63,11 +62,9 @@ class Freshness:
 
     def versions(self, slots: Tensor) -> Tensor:
         """Return the policy versions of the rows in ``slots`` (int64 ``[N]``), int64 ``[N]`` on the host."""
-        if self.storage is None:
-            column = None
-        else:
+        column = None
+        if self.storage is not None:
             column = self.storage.columns.get(POLICY_VERSION)
-
         if column is None:
             raise KeyError(f"no column {POLICY_VERSION!r} is stored, which max_policy_lag needs")
         return torch.as_tensor(column.take(slots)).reshape(-1).cpu()
@@ -88,7 +85,6 @@ class Freshness:
                 new = stored[len(stored) - (written - first) :]
             else:
                 new = stored
-
             if len(new):
                 self.newest = max(self.newest, int(self.versions(new).max()))
             self._seen = written
@@ -150,13 +146,13 @@ class Freshness:
         ``lay_out(first slots, lengths, follow=)`` lists the rows of slices. RuntimeError if too few are found.
         """
         least = self.look(ring)
+        self.stored(ring)  # raises if no row is fresh
+
         found = 0
         drawn = 0
         ask = count
         starts = list[Tensor]()
         lengths = list[Tensor]()
-        self.stored(ring)  # raises if no row is fresh
-
         while found < count:
             if drawn > _MOST * count:
                 raise RuntimeError(
@@ -167,8 +163,8 @@ class Freshness:
             start, rows = self.fresh_slices(way(ask, length, follow=False, **options), least)
             starts.append(start)
             lengths.append(rows)
-            found = found + len(start)
-            drawn = drawn + ask
+            found += len(start)
+            drawn += ask
 
             # Ask for twice the expected number, but at most 65,536 at once.
             ask = max(1, min(2 * (count - found) * drawn // max(found, 1), 1 << 16))
@@ -393,7 +389,6 @@ class RandomSampler(Sampler):
             draw = ring.uniform(batch_size, generator)
         else:
             draw = self.freshness.uniform(ring, batch_size, generator)
-
         if follow:
             draw.follow = ring.follow(draw.slots)
         return draw

@@ -51,11 +51,8 @@ class ListStorage(Storage):
         if final is not None:
             raise ValueError("ListStorage takes no final, which comes with a compact tensordict batch")
 
-        if whole:
-            room = None
-        else:
-            room = self.max_size
-        items, left_out = apart(batch, room)
+        most = None if whole else self.max_size
+        items, left_out = apart(batch, most)
         if left_out:
             self.warn_left_out(left_out)
         return Rows(len(items), items=items)
@@ -75,8 +72,10 @@ class ListStorage(Storage):
 
         for slot, i in zip(numbers, chosen, strict=True):
             item = rows.items[i]
-            # Items of a batch are views of one copy: a few chosen ones would keep all of its memory.
-            self._items[slot] = item if at is None else _own_memory(item)
+            if at is not None:
+                # Items of a batch are views of one copy: a few chosen ones would keep all of its memory.
+                item = _own_memory(item)
+            self._items[slot] = item
 
     @override
     def write_drawn(self, draw: Draw, data: object, shape: torch.Size, keys: BoundaryKeys | None) -> None:
@@ -84,10 +83,12 @@ class ListStorage(Storage):
         items = [data]
         if shape and several:
             items, _ = apart(data)
+
         if (shape and not several) or len(items) != len(draw.slots):
             raise ValueError(
                 f"data must be a list of {len(draw.slots)} items, one for each slot, got {data!r:.80}"
             )
+
         self.put(draw.slots, Rows(len(items), items=items))
 
     @override

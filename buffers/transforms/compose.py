@@ -51,12 +51,12 @@ class Compose(Transform):
         if members and transforms is not None:
             raise TypeError("pass the transforms one by one or as transforms=[...], not both")
 
-        if transforms is None and len(members) == 1 and isinstance(members[0], list):
-            self._hold(members[0])
-        elif transforms is None:
-            self._hold(members)
-        else:
+        if transforms is not None:
             self._hold(transforms)
+        elif len(members) == 1 and isinstance(members[0], list):
+            self._hold(members[0])
+        else:
+            self._hold(members)
 
     def _hold(self, transforms: Iterable[Any]) -> None:
         """Make ``transforms`` the members."""
@@ -98,8 +98,9 @@ class Compose(Transform):
             TypeError: a member returned None.
             ValueError: a member wants ``ends``, and one before it changed the number of rows.
         """
+        get_ends = None if ends is None else lambda: ends
         for transform in self._transforms:
-            td = apply(transform, td, None if ends is None else lambda: ends)
+            td = apply(transform, td, get_ends)
         return td
 
     def inv(self, td: TensorDictBase, /) -> TensorDictBase:
@@ -119,6 +120,7 @@ class Compose(Transform):
         """
         if not -len(self) <= index <= len(self):
             raise ValueError(f"index must be within the {len(self)} members, got {index}")
+
         self._hold([*self._transforms[:index], transform, *self._transforms[index:]])
 
     def pop(self, index: int = -1) -> TransformLike:

@@ -42,7 +42,6 @@ class RenameTransform(Transform):
         super().__init__(in_keys, out_keys, in_keys_inv, out_keys_inv)
         flags(create_copy=create_copy)
         self.create_copy = create_copy
-
         for suffix, olds, news in (
             ("", self.in_keys, self.out_keys),
             ("_inv", self.in_keys_inv, self.out_keys_inv),
@@ -125,14 +124,12 @@ class SelectTransform(Transform):
 
     def forward(self, td: TensorDictBase, /) -> TensorDictBase:
         """Return a tensordict with the named entries of ``td``."""
-        flags: list[NestedKey] = [REWARD] if self.keep_rewards else []
+        flags: list[NestedKey] = []
+        if self.keep_rewards:
+            flags.append(REWARD)
         if self.keep_dones:
-            dones = [DONE, TERMINATED, TRUNCATED]
-        else:
-            dones = []
-        flags += dones
+            flags += [DONE, TERMINATED, TRUNCATED]
         flags += [without_next(key) for key in flags]
-
         return batch_of(self, td).select(*self.selected_keys, *flags, strict=False)
 
 
@@ -181,5 +178,4 @@ def _check_keys(name: str, keys: Sequence[NestedKey]) -> list[NestedKey]:
             isinstance(key, tuple) and key and all(isinstance(part, str) for part in key)
         ):
             raise TypeError(f"{name} must be strings or tuples of strings, passed one by one, got {key!r}")
-
     return [plain_key(key) for key in keys]

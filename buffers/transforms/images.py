@@ -89,12 +89,7 @@ class ToTensorImage(_ImageTransform):
         self.from_int = from_int
         self.unsqueeze = unsqueeze
         self.shape_tolerant = shape_tolerant
-
-        if dtype is None:
-            self.dtype = torch.get_default_dtype()
-        else:
-            self.dtype = dtype
-
+        self.dtype = torch.get_default_dtype() if dtype is None else dtype
         if from_int is not False and not self.dtype.is_floating_point:  # images are divided by 255
             raise ValueError(f"dtype must be floating unless from_int=False, got {self.dtype}")
 
@@ -163,6 +158,7 @@ class Resize(_ImageTransform):
             if len(w) != 2:
                 raise ValueError(f"w must be one size or a pair of sizes, got {shown(w)}")
             w, h = w
+
         self.w = whole_number("w", w)
         self.h = self.w if h is None else whole_number("h", h)
         self.interpolation = one_of("interpolation", interpolation, _INTERPOLATIONS)
@@ -181,14 +177,15 @@ class Resize(_ImageTransform):
             wide = torch.float64
         else:
             wide = torch.float32
+
         images = value.reshape(-1, *value.shape[-3:]).to(wide)
         smooth = self.interpolation in ("bilinear", "bicubic")
         resized = interpolate(images, (self.w, self.h), mode=self.interpolation, antialias=smooth)
         resized = resized.view(*value.shape[:-2], self.w, self.h)
+
         if value.is_floating_point():
             return resized.to(value.dtype)
         if value.dtype is torch.bool:
             return resized >= 0.5
         limits = torch.iinfo(value.dtype)  # bicubic interpolation may overshoot
-
         return resized.round().clamp(limits.min, limits.max).to(value.dtype)

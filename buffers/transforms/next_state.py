@@ -62,6 +62,7 @@ class NextStateReconstructor(Transform):
         flags(strict=strict)
         expect("fill_value", fill_value, (int, float), "a number")
         super().__init__(roots, [next_key(key) for key in roots])
+
         self.keys = self.in_keys
         self.traj_key = traj_key
         self.done_key = done_key
@@ -78,7 +79,6 @@ class NextStateReconstructor(Transform):
 
         ends = self._run_ends(td, ends)
         result = td.clone(recurse=False)
-
         for key in self.in_keys:
             column = require(td, key)
             if self.fill_value != self.fill_value and not (column.is_floating_point() or column.is_complex()):
@@ -97,20 +97,17 @@ class NextStateReconstructor(Transform):
         keys = [key for key in (self.traj_key, self.done_key, self.step_count_key) if key is not None]
         present = [key for key in keys if td.get(key, None) is not None]
         if self.strict:
-            checked = keys
-        else:
-            checked = []
-        for key in checked:
-            require(td, key)
+            for key in keys:
+                require(td, key)
+
         if ends is None and not keys and td.get(IS_INIT, None) is None:
             ends = torch.zeros(len(td), dtype=torch.bool, device=td.device)
             ends[-1:] = True
         elif present or ends is None:
             marked = run_ends(td, done_key=self.done_key, traj_key=self.traj_key)
-            if ends is None:
-                ends = marked
-            else:
-                ends = marked | ends.to(marked.device)
+            if ends is not None:
+                marked = marked | ends.to(marked.device)
+            ends = marked
 
         if self.step_count_key is not None and self.step_count_key in present:
             step = flat_column(require(td, self.step_count_key), td, self.step_count_key)

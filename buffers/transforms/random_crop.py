@@ -58,6 +58,7 @@ class RandomCropTensorDict(Transform):
         need_keys(init_key=init_key)
         need_keys(optional=True, mask_key=mask_key)
         whole_number("sample_dim", sample_dim, -(2**31), 2**31)
+
         self.sample_dim = sample_dim
         self.generator = cpu_generator(generator)
         self.mask_key = mask_key
@@ -109,6 +110,7 @@ class RandomCropTensorDict(Transform):
 
         if crop.get(self.init_key, None) is not None:
             marker(crop, self.init_key).select(dim, 0).fill_(True)
+
         return crop
 
     def _possible_starts(self, td: TensorDictBase, dim: int) -> Tensor:

@@ -242,27 +242,24 @@ def apply_inverses(
         if inverse is not None:
             result = _check_returned(transform, inverse(result))
 
-    if (
-        final is not None
-        and isinstance(result, TensorDictBase)
-        and isinstance(data, TensorDictBase)
-        and result is not data
-    ):
-        if result.batch_size != data.batch_size:
+    if final is None or result is data:
+        return result
+    if not isinstance(result, TensorDictBase) or not isinstance(data, TensorDictBase):
+        return result
+
+    if result.batch_size != data.batch_size:
+        raise ValueError(
+            f"final refers to the rows of the batch, {list(data.batch_size)}, and the transforms' inv changed "
+            "them to "
+            f"{list(result.batch_size)}: leave final out, or change the rows before both are made"
+        )
+    for key in final.keys(True, True):
+        root = without_next(key)  # inv is not applied to final's next observations
+        if root != key and result.get(root, None) is not data.get(root, None):
             raise ValueError(
-                f"final refers to the rows of the batch, {list(data.batch_size)}, and the transforms' inv changed "
-                "them to "
-                f"{list(result.batch_size)}: leave final out, or change the rows before both are made"
+                f"the transforms' inv changes {root!r} and leaves final[{key!r}] as it is: store full batches "
+                "without final, or change both before extend"
             )
-
-        for key in final.keys(True, True):
-            root = without_next(key)  # inv is not applied to final's next observations
-            if root != key and result.get(root, None) is not data.get(root, None):
-                raise ValueError(
-                    f"the transforms' inv changes {root!r} and leaves final[{key!r}] as it is: store full batches "
-                    "without final, or change both before extend"
-                )
-
     return result
 
 
@@ -284,10 +281,17 @@ def chooser_of(transforms: Iterable[object]) -> RowChooser | None:
     Raises:
         ValueError: there are two.
     """
-    choosers = [found for each in transforms if (found := getattr(each, "chooser", None)) is not None]
+    choosers = []
+    for transform in transforms:
+        chooser: RowChooser | None = getattr(transform, "chooser", None)
+        if chooser is not None:
+            choosers.append(chooser)
+
     if len(choosers) > 1:
         raise ValueError(f"there are two {name_of(choosers[0])}, but a sample can use only one")
-    return choosers[0] if choosers else None
+    if choosers:
+        return choosers[0]
+    return None
 
 
 def reads_others(transform: TransformLike) -> bool:
@@ -322,11 +326,15 @@ def read_others(
         get: reads rows by position.
         read: reads chosen rows, default ``get``.
     """
-    if chosen is not None and (chooser := chooser_of(transforms)) is not None:
-        columns, get = chooser.relabel(columns, chosen, read or get, get)
+    if chosen is not None:
+        chooser = chooser_of(transforms)
+        if chooser is not None:
+            columns, get = chooser.relabel(columns, chosen, read or get, get)
+
     if ahead is not None:
         for transform in transforms:
-            if steps := looks_ahead(transform):
+            steps = looks_ahead(transform)
+            if steps:
                 reader: Any = transform
                 columns = reader.read(columns, ahead[:, :steps], get)
 
@@ -379,8 +387,9 @@ def insert_transform(
     chooser_of([*transforms, transform])
     if not -len(transforms) <= index <= len(transforms):
         raise ValueError(f"index must be within the {len(transforms)} transforms, got {index}")
-    member = Inverted(transform) if invert else transform
-    transforms.insert(index, member)
+    if invert:
+        transform = Inverted(transform)
+    transforms.insert(index, transform)
 
 
 def check_transform(transform: object, name: str = "transform") -> None:

@@ -123,6 +123,7 @@ def export(
     tensor([0, 1, 2])
     """
     path = file_path("path", path)
+
     if progress is not None:
         flags(progress=progress)
     write = _WRITERS[_format_of(path, format)]
@@ -135,17 +136,20 @@ def _format_of(path: Path, format: str | None) -> str:
     """Return the given format or the one of the path's suffix; ValueError if they disagree."""
     if format is not None:
         one_of("format", format, _WRITERS)
+
     known = _SUFFIXES.get(path.suffix.lower())
     if known is not None and format is not None and format not in known:
         raise ValueError(
             f"path {path.name!r} has the suffix of {known[0]!r}, but format={format!r} was passed: leave one "
             "of them out"
         )
+
     if known is None and format is None and path.suffix:
         raise ValueError(
             f"path must end with {', '.join(_SUFFIXES)}, got {path.name!r}; "
             f"or pass format={', '.join(_WRITERS)}"
         )
+
     return format or (known or ("parquet",))[0]
 
 
@@ -199,7 +203,6 @@ def import_minari(
     if rename is not None:
         expect("rename", rename, Mapping, "a dict of names or None")
     episodes = read_minari(source, infos=infos, rename=rename, leave_out=leave_out, texts=texts)
-
     return _concatenate(episodes, source)
 
 
@@ -212,9 +215,9 @@ def import_lerobot(path: str | Path) -> TensorDictBase:
 def _concatenate(parts: Iterator[TensorDict], path: Any, max_bytes: int | None = None) -> TensorDictBase:
     if max_bytes is not None:
         whole_number("max_bytes", max_bytes)
-
     found: list[TensorDict] = []
     size = 0
+
     try:
         for part in parts:
             _check_alike(found, part)
@@ -230,11 +233,9 @@ def _concatenate(parts: Iterator[TensorDict], path: Any, max_bytes: int | None =
 
     if not found:
         raise ValueError(f"{path} has no rows")
-    if len(found) > 1:
-        batch = TensorDict.cat(found)
-    else:
-        batch = found[0]
-    return cast(TensorDictBase, batch)
+
+    joined = TensorDict.cat(found) if len(found) > 1 else found[0]
+    return cast(TensorDictBase, joined)
 
 
 def _check_alike(parts: list[TensorDict], part: TensorDict) -> None:
@@ -242,17 +243,8 @@ def _check_alike(parts: list[TensorDict], part: TensorDict) -> None:
     if not parts:
         return
 
-    forms = []
-    for one in (parts[0], part):
-        columns = ((key, one.get(key)) for key in one.keys(True, True, is_leaf=is_entry))
-        forms.append(
-            {
-                key: (column.dtype, list(column.shape[1:])) if isinstance(column, Tensor) else type(column)
-                for key, column in columns
-            }
-        )
-
-    first, other = forms
+    first = _form_of(parts[0])
+    other = _form_of(part)
     if differing := [key for key in {**first, **other} if first.get(key) != other.get(key)]:
         key = differing[0]
         rows = sum(map(len, parts))
@@ -260,6 +252,18 @@ def _check_alike(parts: list[TensorDict], part: TensorDict) -> None:
             f"entry {key!r} is {other.get(key, 'missing')} from row {rows} on, before it was "
             f"{first.get(key, 'missing')}: read the parts one by one"
         )
+
+
+def _form_of(rows: TensorDict) -> dict[Any, Any]:
+    """Return the dtype and shape of a row by key; of what is not a tensor, its type."""
+    form: dict[Any, Any] = {}
+    for key in rows.keys(True, True, is_leaf=is_entry):
+        column = rows.get(key)
+        if isinstance(column, Tensor):
+            form[key] = (column.dtype, list(column.shape[1:]))
+        else:
+            form[key] = type(column)
+    return form
 
 
 class _Callable(ModuleType):

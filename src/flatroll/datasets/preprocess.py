@@ -64,10 +64,10 @@ def preprocess(
 
     if not all(Folder(path).versions() for path in there) or (first.exists() and _load(first)[1] != stamp):
         shutil.rmtree(parts)
+
     # The first piece determines the rows' form; it is created here.
     work = _Work(open_rows(source), fn, parts, stamp, None)
     forms = _load(source)[0].forms
-
     # Compressed entries stay compressed; entries that were frame stacks may no longer be stacks.
     work.kinds = {key: type(form) for key, form in forms.items() if form.name != "frames"}
 
@@ -77,7 +77,6 @@ def preprocess(
         if num_workers:
             packed = pack((open_rows, source, fn, parts, stamp, work.layout.to_json()))
             context = get_context(mp_start_method)
-
             with ProcessPoolExecutor(num_workers, context, _begin_work, packed) as pool:
                 try:
                     for rows in pool.map(_do, bounds[1:]):
@@ -175,18 +174,17 @@ def _bounds(path: Path, num_chunks: int | None = None, num_frames: int | None = 
     """First and end of each piece of the rows: files, or ``num_chunks`` of one size."""
     folder = Folder(path)
     rows = folder.recover()  # the rows that a buffer over the folder has; the buffer numbers them from 0
-    if num_frames is None:
-        end = len(rows)
-    else:
-        end = min(len(rows), whole_number("num_frames", num_frames))
+    end = len(rows)
+    if num_frames is not None:
+        end = min(end, whole_number("num_frames", num_frames))
 
     if num_chunks is None:
         spans = [
             (max(part.first - rows.start, 0), min(part.end - rows.start, end)) for part in folder.segments
         ]
         return [[first, stop] for first, stop in spans if first < stop]
-    edges = torch.linspace(0, end, min(whole_number("num_chunks", num_chunks), end) + 1).long().tolist()
 
+    edges = torch.linspace(0, end, min(whole_number("num_chunks", num_chunks), end) + 1).long().tolist()
     return [[first, stop] for first, stop in pairwise(edges)]
 
 
@@ -203,12 +201,12 @@ def _describe(value: Any, within: tuple[int, ...]) -> Any:
     """
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype):
         return type(value).__name__, repr(value)
-    if id(value) in within or len(within) > _DEEPEST:
-        if id(value) in within:
-            return "above"
+    if id(value) in within:
+        return "above"
+    if len(within) > _DEEPEST:
         return secrets.token_hex(8)
-
     within = (*within, id(value))
+
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         data = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         content = data.reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -216,11 +214,13 @@ def _describe(value: Any, within: tuple[int, ...]) -> Any:
     if isinstance(value, np.ndarray) and value.dtype != object:
         content = np.ascontiguousarray(value).tobytes()
         return "array", str(value.dtype), value.shape, hashlib.sha256(content).hexdigest()
+
     if isinstance(value, CodeType):
         constants = _describe(value.co_consts, within)
         return value.co_code, value.co_names, value.co_varnames, value.co_freevars, constants
     if isinstance(value, FunctionType):
         return _describe_function(value, within)
+
     if isinstance(value, Mapping):
         items = [(_describe(key, within), _describe(item, within)) for key, item in value.items()]
         return type(value).__qualname__, tuple(items)
@@ -228,17 +228,19 @@ def _describe(value: Any, within: tuple[int, ...]) -> Any:
         return "set", tuple(sorted(repr(_describe(item, within)) for item in value))
     if isinstance(value, list | tuple):
         return type(value).__qualname__, tuple(_describe(item, within) for item in value)
+
     if isinstance(value, type):
         methods = {name: item for name, item in vars(value).items() if isinstance(item, FunctionType)}
         own = value.__module__ == "__main__" or "<locals>" in value.__qualname__
-        if own:
-            described = _describe(methods, within)
-        else:
-            described = ()
-        return value.__module__, value.__qualname__, described
-
+        described_methods = _describe(methods, within) if own else ()
+        return value.__module__, value.__qualname__, described_methods
     if isinstance(value, ModuleType):
         return "module", value.__name__
+    return _describe_object(value, within)
+
+
+def _describe_object(value: Any, within: tuple[int, ...]) -> Any:
+    """What pickle would keep of any other object."""
     try:
         kept = value.__reduce_ex__(4)
     except (TypeError, AttributeError, PicklingError, RuntimeError):
@@ -297,23 +299,28 @@ class RowsDataset(IterableDataset[TensorDictBase]):
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         info = get_worker_info()
-        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        if info is None:
+            worker = 0
+            workers = 1
+            seed = int(torch.randint(2**62, ()))
+        else:
+            worker = info.id
+            workers = info.num_workers
+            seed = info.seed - info.id
 
         # All workers of a pass must shuffle the files alike. The seed of a worker is a base seed plus its id.
         generator = torch.Generator()
-        seed = torch.randint(2**62, ()) if info is None else info.seed - info.id
-        generator.manual_seed((int(seed) + self._passes) % 2**63)
+        generator.manual_seed((seed + self._passes) % 2**63)
         self._passes += 1
-        bounds = _bounds(self.path)
 
+        bounds = _bounds(self.path)
         if self.shuffle:
             order = torch.randperm(len(bounds), generator=generator)
         else:
             order = torch.arange(len(bounds))
-
         of_file = torch.randint(2**62, (len(bounds),), generator=generator).tolist()
-        rows = self.open_rows(self.path)
 
+        rows = self.open_rows(self.path)
         for number in order[worker::workers].tolist():
             first, end = bounds[number]
             numbers = torch.arange(first, end)
@@ -321,7 +328,6 @@ class RowsDataset(IterableDataset[TensorDictBase]):
                 # the same in every worker, different for each file
                 generator.manual_seed(of_file[number])
                 numbers = numbers[torch.randperm(len(numbers), generator=generator)]
-
             for start in range(0, len(numbers), self.batch_size):
                 yield rows[numbers[start : start + self.batch_size]]
 

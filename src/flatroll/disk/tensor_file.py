@@ -157,7 +157,6 @@ def encode(
 
     # Tensors with large words first, so that each is aligned to its word size.
     kinds = {name: DECLARED.get(pieces[0].dtype, pieces[0].dtype) for name, pieces in tensors.items()}
-
     for _, name in sorted((-kind.itemsize, name) for name, kind in kinds.items()):
         pieces = tensors[name]
         dtype = pieces[0].dtype
@@ -168,26 +167,22 @@ def encode(
 
         views = [bytes_of(piece) for piece in pieces]
         data.extend(views)
-
         size = sum(map(len, views))
+        algorithm = "crc32"
         if size >= LARGE:
-            kind = "xxh64"
-        else:
-            kind = "crc32"
-        checksum = checksum_of(kind, views)
+            algorithm = "xxh64"
+        checksum = checksum_of(algorithm, views)
+
         if dtype in DECLARED:
             declared[name] = called
+        stored_shape = list(shape)
         if dtype.is_complex:
-            sizes = [*shape, 2]
-        else:
-            sizes = list(shape)
-
+            stored_shape.append(2)
         table[name] = {
             "dtype": STORED[kinds[name]],
-            "shape": sizes,
+            "shape": stored_shape,
             "data_offsets": [position, position + size],
         }
-
         found[name] = Entry(dtype, shape, position, size, checksum)
         sums.setdefault(checksum.kind, {})[name] = f"{checksum.value:08x}"
         position += size
@@ -196,13 +191,14 @@ def encode(
     own |= {kind: json.dumps(by_name) for kind, by_name in sums.items()}
     text = json.dumps({"__metadata__": {**own, **metadata}, **table}, separators=(",", ":")).encode()
     text += b" " * (-(_LENGTH + len(text)) % _ALIGNED)
+
     crc = zlib.crc32(text)
     at = len(_BEFORE_CHECKSUM)
     first = _LENGTH + len(text)
     text = text[:at] + f"{crc:08x}".encode() + text[at + len(_NO_CHECKSUM) :]
+
     entries = {name: replace(entry, begin=first + entry.begin) for name, entry in found.items()}
     header = Header(entries, dict(metadata), crc, first + position)
-
     return header, [len(text).to_bytes(_LENGTH, "little") + text, *data]
 
 
@@ -279,10 +275,8 @@ def read_tensor(descriptor: int, name: str, entry: Entry, out: Tensor | None = N
         DamagedFileError: its bytes are not those that were written.
     """
     if out is None:
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
-    else:
-        tensor = out
-    view = bytes_of(tensor)
+        out = torch.empty(entry.shape, dtype=entry.dtype)
+    view = bytes_of(out)
 
     def pieces() -> Iterator[memoryview]:
         for at in range(0, len(view), _AT_ONCE):
@@ -294,7 +288,7 @@ def read_tensor(descriptor: int, name: str, entry: Entry, out: Tensor | None = N
         check_bytes(name, entry, view, pieces())
     except EOFError as error:
         raise DamagedFileError(f"{name}: {error}") from None
-    return tensor
+    return out
 
 
 def read_all(folder: Path, name: str, size: int, checksum: int) -> dict[str, Tensor]:
@@ -322,7 +316,6 @@ def map_tensors(descriptor: int, header: Header) -> tuple[Tensor, dict[str, Tens
             tensors[name] = torch.view_as_complex(piece.view(DECLARED[entry.dtype]).view(*entry.shape, 2))
         else:
             tensors[name] = piece.view(entry.dtype).view(entry.shape)
-
     return data, tensors
 
 
@@ -335,6 +328,7 @@ def check_bytes(
         pieces = [view]
     if checksum_of(entry.checksum.kind, pieces) != entry.checksum:
         raise DamagedFileError(f"the checksum of {name!r} is wrong")
+
     # Any byte but 0 and 1 in a bool tensor means different things to different operations of torch.
     if entry.dtype == torch.bool and len(view) and np.frombuffer(view, np.uint8).max() > 1:
         raise DamagedFileError(f"{name!r} is bool and has bytes that are neither 0 nor 1")
@@ -343,7 +337,8 @@ def check_bytes(
 def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a tensor, its own memory if it is contiguous and on the CPU."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    plain = torch.view_as_real(plain) if plain.is_complex() else plain
+    if plain.is_complex():
+        plain = torch.view_as_real(plain)
     array: Any = plain.reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
@@ -354,7 +349,6 @@ def parse_header(text: bytes, size: int) -> Header:
     end = at + len(_NO_CHECKSUM)
     if not text.startswith(_BEFORE_CHECKSUM):
         raise DamagedFileError("the header does not begin with its checksum")
-
     checksum = zlib.crc32(text[:at] + _NO_CHECKSUM.encode() + text[end:])
     if text[at:end] != f"{checksum:08x}".encode():
         raise DamagedFileError("the checksum of the header is wrong")
@@ -362,12 +356,10 @@ def parse_header(text: bytes, size: int) -> Header:
     try:
         table = json.loads(text)
         metadata = table.pop("__metadata__")
-        sums = {
-            name: Checksum(kind, int(value, 16))
-            for kind in CHECKSUMS
-            for name, value in json.loads(metadata.pop(kind, "{}")).items()
-        }
-
+        sums = {}
+        for kind in CHECKSUMS:
+            for name, value in json.loads(metadata.pop(kind, "{}")).items():
+                sums[name] = Checksum(kind, int(value, 16))
         declared = json.loads(metadata.pop("dtypes"))
         entries = {
             name: _entry(values, sums[name], declared.get(name), _LENGTH + len(text))
@@ -378,14 +370,13 @@ def parse_header(text: bytes, size: int) -> Header:
         raise DamagedFileError(f"the header cannot be read: {error}") from None
 
     position = _LENGTH + len(text)
-
     for begin, length, name in sorted((entry.begin, entry.size, name) for name, entry in entries.items()):
         if begin != position:
             raise DamagedFileError(f"{name!r} begins at byte {begin}, expected {position}")
         position += length
-
     if position != size:
         raise DamagedFileError(f"the file has {size} bytes, expected {position}")
+
     return Header(entries, metadata, checksum, size)
 
 
@@ -394,17 +385,21 @@ def _entry(values: Mapping[str, Any], checksum: Checksum, declared: str | None, 
     begin, end = values["data_offsets"]
     shape = values["shape"]
     stored = BY_STORED[values["dtype"]]
+
     if len(shape) > MOST_DIMENSIONS or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
         raise ValueError(f"invalid shape {shape} or bytes {begin} to {end}")
     if end - begin != prod(shape) * stored.itemsize or prod(max(n, 1) for n in shape) >= 2**48:
         raise ValueError(f"{end - begin} bytes for shape {shape} of {stored}")
 
-    dtype = stored if declared is None else DTYPES[declared]
-    if declared is not None and DECLARED.get(dtype, dtype) != stored:
-        raise ValueError(f"{declared} is not stored as {stored}")
+    dtype = stored
+    if declared is not None:
+        dtype = DTYPES[declared]
+        if DECLARED.get(dtype, dtype) != stored:
+            raise ValueError(f"{declared} is not stored as {stored}")
 
     if dtype.is_complex:
         if not shape or shape[-1] != 2:
             raise ValueError(f"shape {shape}, but complex numbers need pairs")
         shape = shape[:-1]
+
     return Entry(dtype, tuple(shape), first + begin, end - begin, checksum)

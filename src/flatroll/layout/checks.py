@@ -54,10 +54,8 @@ Number = TypeVar("Number", bound=SupportsFloat)
 def _text(name: str, wanted: str, got: object, hint: str = "") -> str:
     """``name must wanted, got got: hint``."""
     if hint:
-        way_out = f": {hint}"
-    else:
-        way_out = ""
-    return f"{name} must {wanted}, got {got}{way_out}"
+        hint = f": {hint}"
+    return f"{name} must {wanted}, got {got}{hint}"
 
 
 def shown(value: object) -> str:
@@ -67,12 +65,12 @@ def shown(value: object) -> str:
     ("'3'", 'a torch.float32 Tensor of shape (2, 3)', 'list')
     """
     if isinstance(value, (torch.Tensor, np.ndarray)):
-        if isinstance(value, torch.Tensor) and not value.is_cpu:
-            place = f" on {value.device}"
-        else:
-            place = ""
-
-        sparse = "sparse " * (isinstance(value, torch.Tensor) and value.is_sparse)
+        sparse = ""
+        place = ""
+        if isinstance(value, torch.Tensor):
+            sparse = "sparse " * value.is_sparse
+            if not value.is_cpu:
+                place = f" on {value.device}"
         return f"a {sparse}{value.dtype} {type(value).__name__} of shape {tuple(value.shape)}{place}"
 
     text = repr(value)
@@ -101,16 +99,21 @@ def whole_number(name: str, value: object, least: int = 1, most: int | None = No
     ...
     ValueError: level must be an integer from 1 to 22, got 30
     """
-    high = 2**63 - 1 if most is None else most
-    if isinstance(value, (int, np.integer)) and not isinstance(value, bool) and least <= value <= high:
+    largest = 2**63 - 1 if most is None else most
+    if (
+        isinstance(value, (int, np.integer))
+        and not isinstance(value, bool)
+        and least <= value
+        and value <= largest
+    ):
         return int(value)
 
     if most is not None:
         limits = f"from {least} to {most}"
-    elif isinstance(value, int) and value >= 2**63:
-        limits = f"of at least {least}, of 64 bits"
     else:
         limits = f"of at least {least}"
+        if isinstance(value, int) and value >= 2**63:
+            limits += ", of 64 bits"
     raise ValueError(_text(name, f"be an integer {limits}", shown(value), hint))
 
 
@@ -159,42 +162,32 @@ def number(
     except (TypeError, ValueError, RuntimeError) as error:  # an array of several numbers, or an empty one
         raise TypeError(_text(name, "be a number", shown(value), hint)) from error
 
-    fits = real == real  # NaN never does
-    low = least
-    high = most
-    at_least = "at least"
-    at_most = "at most"
-    opening = "["
-    closing = "]"
+    # whether the limits are allowed themselves
+    low_is_in = above is None
+    high_is_in = below is None
+    low = least if low_is_in else above
+    high = most if high_is_in else below
 
-    if above is not None:
-        low = above
-        at_least = "above"
-        opening = "("
-        fits = fits and real > above
-    elif least is not None:
-        fits = fits and real >= least
-
-    if below is not None:
-        high = below
-        at_most = "below"
-        closing = ")"
-        fits = fits and real < below
-    elif most is not None:
-        fits = fits and real <= most
-
+    fits = real == real  # not NaN
+    if low is not None:
+        fits &= real >= low if low_is_in else real > low
+    if high is not None:
+        fits &= real <= high if high_is_in else real < high
     if fits:
         return value
 
     if low is not None and high is not None:
+        opening = "[" if low_is_in else "("
+        closing = "]" if high_is_in else ")"
         limits = f"lie in {opening}{low}, {high}{closing}"
     elif low is not None:
-        limits = f"be {at_least} {low}"
+        word = "at least" if low_is_in else "above"
+        limits = f"be {word} {low}"
     elif high is not None:
-        limits = f"be {at_most} {high}"
+        word = "at most" if high_is_in else "below"
+        limits = f"be {word} {high}"
     else:
         limits = "be a number"
-
     got = real if isinstance(value, torch.Tensor) else shown(value)
     raise ValueError(_text(name, limits, got, hint))
 
@@ -230,7 +223,8 @@ def one_of(name: str, value: T, choices: Collection[T], *, hint: str = "") -> T:
         pass
 
     *others, last = map(repr, choices)
-    hint = hint or (did_you_mean(value, choices) if isinstance(value, str) else "")
+    if not hint and isinstance(value, str):
+        hint = did_you_mean(value, choices)
     raise ValueError(_text(name, f"be {', '.join(others)}{' or ' * bool(others)}{last}", shown(value), hint))
 
 
@@ -355,7 +349,6 @@ def key_names(name: str, keys: object, *, one: bool = False) -> list[str | tuple
         return [cast(str, keys)]
     if isinstance(keys, str):
         raise TypeError(f"{name} must be a list of keys, got the string {keys!r}: write [{keys!r}]")
-
     if isinstance(keys, (list, tuple, set, frozenset, KeysView, Iterator)):
         listed = list(keys)
         if all(map(is_key, listed)):
@@ -424,6 +417,7 @@ def dense_tensor(
         raise TypeError(_text(name, "be a tensor", type(value).__name__, f"torch.as_tensor({name})"))
     if value.layout is not torch.strided or value.is_complex():
         raise TypeError(_text(name, "be a dense tensor of real numbers", f"{value.dtype}, {value.layout}"))
+
     if device is not None and value.device != device:
         raise ValueError(_text(name, f"be on {device} like {owner}", value.device, f"{name}.to({device})"))
     return value
@@ -463,13 +457,11 @@ def torch_device(name: str, value: object) -> torch.device:
     """
     if isinstance(value, torch.device):
         return value
-
     try:
         if isinstance(value, (str, int)) and not isinstance(value, bool):
             return torch.device(value)
     except (RuntimeError, ValueError):
         pass
-
     raise ValueError(_text(name, "be a torch device such as 'cpu' or 'cuda:0'", shown(value)))
 
 
@@ -573,6 +565,7 @@ def need_rows(batch: object, *, values: bool = False) -> None:
             f"batch must be a tensordict of rows, got {type(batch).__name__}; the rows of a buffer are buffer[:], and "
             "those of a trainer's FlatReplayBuffer are buffer.flat[:]"
         )
+
     if values and getattr(getattr(batch, "device", None), "type", None) == "meta":
         raise TypeError("batch must be a tensordict of rows with values, got one on the device meta")
 
@@ -605,14 +598,16 @@ def blame_entries(
     """
     read = []
     device = None
+
     for key in keys:
         column = batch.get(key, None)
-        if column is not None:
-            try:
-                device = dense_tensor(f"batch[{key!r}]", column, device).device
-            except (TypeError, ValueError) as wrong:
-                raise wrong from error
-            read.append(f"{key!r}: {shown(column)}")
+        if column is None:
+            continue
+        try:
+            device = dense_tensor(f"batch[{key!r}]", column, device).device
+        except (TypeError, ValueError) as wrong:
+            raise wrong from error
+        read.append(f"{key!r}: {shown(column)}")
 
     error.add_note(f"{type(caller).__name__} read {', '.join(read)}")
 
@@ -648,10 +643,10 @@ def legal_options(
     [tensor([[True]]), tensor([[False,  True]])]
     """
     allowed = mask.bool()
-    if counts is None:
-        parts = [allowed]
-    else:
+    parts = [allowed]
+    if counts is not None:
         parts = list(allowed.split_with_sizes(list(counts), -1))
+
     some = [part.any(-1, keepdim=True) for part in parts]
 
     if strict and mask.is_cpu and not torch.compiler.is_compiling():
@@ -659,7 +654,8 @@ def legal_options(
             return parts
 
         lacking = ~torch.cat(some, -1).all(-1)
-        lacking = lacking if real is None else lacking & real
+        if real is not None:
+            lacking = lacking & real
         if bool(lacking.any()):
             where = lacking.flatten().nonzero().squeeze(-1).tolist()[:8]
             raise ValueError(
@@ -693,5 +689,4 @@ def writer_number(writer: object) -> int:
             return index(writer)
     except (TypeError, RuntimeError):  # a tensor of several numbers, or an empty one
         pass
-
     raise ValueError(f"writer must be in [0, 2**23), got {shown(writer)}")

@@ -182,8 +182,9 @@ def renamed(keys: Mapping[str, NestedKey], changes: Mapping[str, NestedKey | Non
     unknown = sorted(set(changes) - set(keys))
     if unknown:
         near = did_you_mean(unknown[0], keys)
+        suggestion = f": {near}" if near else ""
         raise ValueError(
-            f"no key is called {', '.join(unknown)}; the keys are {', '.join(sorted(keys))}{near and f': {near}'}"
+            f"no key is called {', '.join(unknown)}; the keys are {', '.join(sorted(keys))}{suggestion}"
         )
 
     for name, key in changes.items():
@@ -192,10 +193,13 @@ def renamed(keys: Mapping[str, NestedKey], changes: Mapping[str, NestedKey | Non
         else:
             need_keys(optional=True, **{name: key})
 
-    given = {
-        name: key[0] if isinstance(key, list) and len(key) == 1 else key for name, key in changes.items()
-    }
-    return {**keys, **{name: key for name, key in given.items() if key is not None}}
+    new = dict(keys)
+    for name, key in changes.items():
+        if isinstance(key, list) and len(key) == 1:
+            key = key[0]
+        if key is not None:
+            new[name] = key
+    return new
 
 
 def missing_marker(
@@ -216,15 +220,13 @@ def missing_marker(
     """
     available = list(available)
     writer = _WRITTEN_BY.get(plain_key(default or key), "nothing in this batch wrote it")
-
     near = did_you_mean(plain_key(key), available)
     if near:
-        ending = f"; {near}"
+        writer += f"; {near}"
     else:
-        ending = "."
-    writer += ending
-    present = ", ".join(sorted(map(repr, available))) or "none"
+        writer += "."
 
+    present = ", ".join(sorted(map(repr, available))) or "none"
     return KeyError(f"batch has no entry {plain_key(key)!r}: {writer} Entries present: {present}")
 
 
@@ -330,16 +332,15 @@ def observation_keys(batch: TensorDictBase) -> list[NestedKey]:
     """
     need_rows(batch)
     next_entries = batch.get(NEXT, None)
-    if next_entries is None:
-        next_names = set()
-    else:
+    next_names = set()
+    if next_entries is not None:
         next_names = {as_tuple(key) for key in next_entries.keys(True, True)}
 
     roots: list[NestedKey] = []
     for key in batch.keys(True, True):
         names = as_tuple(key)
-        no_observation = names[0] in (*RESERVED, EPISODE_REWARD) or names[-1].startswith("recurrent_state")
-        if not no_observation and (names in next_names or names[0] == OBSERVATION):
+        if names[0] in (*RESERVED, EPISODE_REWARD) or names[-1].startswith("recurrent_state"):
+            continue  # no observation
+        if names in next_names or names[0] == OBSERVATION:
             roots.append(plain_key(names))
-
     return roots

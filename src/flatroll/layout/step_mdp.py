@@ -62,6 +62,7 @@ def step_mdp(
     rewards = key_names("reward_keys", reward_keys, one=True)
     dones = key_names("done_keys", done_keys, one=True)
     actions = key_names("action_keys", action_keys, one=True)
+
     require(tensordict, NEXT)
     if tensordict.get(OBSERVATION, None) is not None:
         require(tensordict, next_key(OBSERVATION))
@@ -72,18 +73,12 @@ def step_mdp(
     if keep_other and is_init is not None:
         ahead.set(IS_INIT, torch.zeros_like(is_init))
     if not keep_other:
-        if exclude_action:
-            excluded = []
-        else:
-            excluded = actions
-        ahead = ahead.select(*excluded)
-
+        kept = [] if exclude_action else actions
+        ahead = ahead.select(*kept)
     ahead.update(following)
+
     left_out = rewards * exclude_reward + dones * exclude_done + actions * exclude_action
     ahead = ahead.exclude(*left_out).filter_empty_()
-
-    if next_tensordict is None:
-        out = ahead
-    else:
-        out = next_tensordict.update(ahead)
-    return cast(TD, out)
+    if next_tensordict is not None:
+        return cast(TD, next_tensordict.update(ahead))
+    return cast(TD, ahead)

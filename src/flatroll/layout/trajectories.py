@@ -83,7 +83,6 @@ def split_trajectories(
         and batch.get(TRAJ_IDS[-1], None) is not None
     ):
         traj_key = TRAJ_IDS[-1]
-
     done = DONE if done_key is None else under_next(done_key)
 
     for asked, key in ((trajectory_key, traj_key), (done_key, done)):
@@ -96,8 +95,8 @@ def split_trajectories(
         rows = marker(flat, mask_key).nonzero().squeeze(-1)
         flat = flat[rows].exclude(mask_key)
         starts = starts[rows]
-    tensors = set(flat.keys(True, True))
 
+    tensors = set(flat.keys(True, True))
     for key in flat.keys(True, True, is_leaf=is_leaf_nontensor):
         if key not in tensors:
             raise TypeError(
@@ -107,14 +106,12 @@ def split_trajectories(
     # run r is the rows offsets[r] ... offsets[r + 1] - 1
     first = starts.nonzero().squeeze(-1)
     offsets = torch.cat([first, first.new_tensor([starts.numel()])])
+
     if as_nested is False:
         return _pad(flat, starts, offsets, mask_key)
-
     if as_nested is torch.strided:
-        layout = torch.strided
-    else:
-        layout = torch.jagged
-    return _nest(flat, offsets, layout)
+        return _nest(flat, offsets, torch.strided)
+    return _nest(flat, offsets, torch.jagged)
 
 
 def join(parts: TensorDictBase | Sequence[TensorDictBase], *, mask_key: NestedKey = MASK) -> TensorDictBase:
@@ -141,7 +138,6 @@ def join(parts: TensorDictBase | Sequence[TensorDictBase], *, mask_key: NestedKe
         trajectories = list(iterable("parts", parts, "a tensordict or a sequence of them"))
         if not trajectories:
             raise ValueError("parts must hold at least one trajectory, got an empty sequence")
-
         for i, part in enumerate(trajectories):
             expect(f"parts[{i}]", part, TensorDictBase, "a tensordict")
             if part.batch_dims != 1:
@@ -192,8 +188,10 @@ def mark_cuts(
     """
     need_rows(batch)
     need_keys(done_key=done_key, truncated_key=truncated_key, mask_key=mask_key)
+
     done = marker(batch, done_key)
     truncated = marker(batch, truncated_key)
+
     ends = run_ends(batch, is_init_key=is_init_key, done_key=done_key, traj_key=traj_key, mask_key=mask_key)
     cut = ends.to(done.device) & ~done
     if batch.get(mask_key, None) is not None:
@@ -211,11 +209,9 @@ def _keys(prefix: NestedKey | None, trajectory_key: NestedKey | None) -> tuple[N
         raise ValueError(f"pass prefix or trajectory_key, not both (got {prefix!r} and {trajectory_key!r})")
     if trajectory_key is not None:
         parents = as_tuple(trajectory_key)[:-1]
-        if parents:
-            mask = (*parents, MASK[-1])
-        else:
-            mask = MASK
-        return trajectory_key, mask
+        if not parents:
+            return trajectory_key, MASK
+        return trajectory_key, (*parents, MASK[-1])
 
     if prefix is not None:
         return (*as_tuple(prefix), TRAJ_IDS[-1]), (*as_tuple(prefix), MASK[-1])
@@ -258,6 +254,7 @@ def _nest(flat: TensorDictBase, offsets: Tensor, layout: torch.layout) -> Tensor
 
     if not lengths:
         raise ValueError("as_nested=torch.strided cannot hold zero trajectories, use torch.jagged")
+
     for key, column in flat.items(True, True):
         if signed(column) is not column:
             raise TypeError(
@@ -267,11 +264,7 @@ def _nest(flat: TensorDictBase, offsets: Tensor, layout: torch.layout) -> Tensor
 
     # Time is a batch dimension, so that tensordict's to_padded_tensor(mask_key=...) can write the mask. Its
     # size is what torch reports for such nested tensors: -1 if the lengths differ, else the common length.
-    if len(set(lengths)) == 1:
-        length = lengths[0]
-    else:
-        length = -1
-
+    length = lengths[0] if len(set(lengths)) == 1 else -1
     return flat.apply(
         lambda c: torch.nested.as_nested_tensor(list(c.split(lengths)), layout=torch.strided),
         batch_size=[len(lengths), length],
@@ -280,7 +273,6 @@ def _nest(flat: TensorDictBase, offsets: Tensor, layout: torch.layout) -> Tensor
 
 def _unnest(parts: TensorDictBase) -> TensorDictBase:
     """Nested tensors to the flat batch; in the jagged layout their values are its columns."""
-
     # total number of rows, from any column
     first = next(iter(parts.values(True, True)))
     if first.layout is torch.jagged:

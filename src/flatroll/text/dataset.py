@@ -63,15 +63,16 @@ class TokenizedDatasetLoader:
         whole_number("max_length", max_length)
         expect("dataset_name", dataset_name, (str, Path), "the name of a data set or a folder")
         function("tokenizer_fn", tokenizer_fn, "a class such as TensorDictTokenizer")
+
         if pre_tokenization_hook is not None:
             function("pre_tokenization_hook", pre_tokenization_hook)
         if root_dir is not None:
             file_path("root_dir", root_dir)
-
         flags(from_disk=from_disk)
         whole_number("valid_size", valid_size, 0)
         if num_workers is not None:
             whole_number("num_workers", num_workers, 0)
+
         if tokenizer is not None and not hasattr(tokenizer, "pad_token"):
             raise TypeError(f"tokenizer must be a tokenizer of transformers, got {shown(tokenizer)}")
         if tokenizer is not None and (tokenizer_class is not None or tokenizer_model_name is not None):
@@ -90,10 +91,10 @@ class TokenizedDatasetLoader:
         self.from_disk = from_disk
         self.valid_size = valid_size
         self.num_workers = num_workers
+
         if tokenizer is None:
             source = tokenizer_class or _import_extra("transformers").AutoTokenizer
             tokenizer = source.from_pretrained(tokenizer_model_name or "gpt2")
-
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         self.tokenizer = tokenizer
@@ -146,14 +147,12 @@ class TokenizedDatasetLoader:
             "max_length": self.max_length,
             "format": 1,
         }
-
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
     def _write(self, dataset: Any, folder: Path) -> None:
         """Tokenize into a temporary folder and rename it; if another process was first, use its result."""
         self.root_dir.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(dir=self.root_dir, prefix=".writing-"))
-
         try:
             tokenized = dataset.map(
                 self.tokenizer_fn(self.tokenizer, max_length=self.max_length, return_tensordict=False),
@@ -173,8 +172,9 @@ class TokenizedDatasetLoader:
                     "or have no prompt"
                 )
 
-            rows = {key: column if bool(valid.all()) else column[valid] for key, column in columns.items()}
-            TensorDict(rows, [int(valid.sum())]).memmap(str(staging / "rows"))
+            if not bool(valid.all()):
+                columns = {key: column[valid] for key, column in columns.items()}
+            TensorDict(columns, [int(valid.sum())]).memmap(str(staging / "rows"))
 
             try:
                 os.rename(staging / "rows", folder)
@@ -193,7 +193,6 @@ def tokenizer_state(tokenizer: Any) -> Any:
     else:
         state = json.loads(backend.to_str())
         rules = [{key: part for key, part in state.items() if key not in ("padding", "truncation")}]
-
     special = [tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.truncation_side]
     return [type(tokenizer).__name__, rules, special]
 
@@ -219,7 +218,6 @@ def create_infinite_iterator(iterator: Iterable[Any]) -> Iterator[Any]:
         for item in iterator:
             empty = False
             yield item
-
         if empty:
             raise ValueError(
                 "iterator is empty or exhausted: pass an iterable that is not empty and can be restarted"
@@ -269,11 +267,7 @@ def get_dataloader(
     torch_device("device", device)
     function("tensorclass_type.from_dataset", getattr(tensorclass_type, "from_dataset", None))
 
-    if tokenizer is None:
-        options = {}
-    else:
-        options = {"tokenizer": tokenizer}
-
+    given = {} if tokenizer is None else {"tokenizer": tokenizer}
     data = tensorclass_type.from_dataset(
         split=split,
         dataset_name=dataset_name,
@@ -281,7 +275,7 @@ def get_dataloader(
         root_dir=root_dir,
         from_disk=from_disk,
         num_workers=num_workers,
-        **options,
+        **given,
     )
 
     if len(data) < batch_size:

@@ -105,17 +105,12 @@ class ConstantKLController(KLControllerBase):
 
     def __init__(self, *, kl_coef: float | None = None, model: HasCoefficient | None = None) -> None:
         if kl_coef is None:
-            coef = getattr(model, "kl_coef", None)
-        else:
-            coef = kl_coef
-
-        if coef is None and (model is None or hasattr(model, "kl_coef")):
+            kl_coef = getattr(model, "kl_coef", None)
+        if kl_coef is None and (model is None or hasattr(model, "kl_coef")):
             raise ValueError("kl_coef is missing: pass a number, or a model that has one")
-        if coef is None:
-            coefficient = 0.0
-        else:
-            coefficient = number("kl_coef", coef, least=0, below=math.inf)
-        super().__init__(coefficient, model)
+
+        coef = 0.0 if kl_coef is None else number("kl_coef", kl_coef, least=0, below=math.inf)
+        super().__init__(coef, model)
 
     def update(
         self, kl_values: Sequence[float] | None = None, *, kl: float | None = None, n_steps: int | None = None
@@ -184,7 +179,6 @@ class AdaptiveKLController(KLControllerBase):
                 isinstance(kl_values, Tensor) and not kl_values.ndim
             ):
                 raise TypeError(f"kl_values must be a list of numbers, got {shown(kl_values)}")
-
             rewards = [x if isinstance(x, float) else float(number("kl_values", x)) for x in kl_values]
             if not rewards:
                 raise ValueError("kl_values is empty: do a rollout before the update")
@@ -194,18 +188,16 @@ class AdaptiveKLController(KLControllerBase):
             kl = -math.fsum(rewards) / len(rewards) / self.coef
 
         assert kl is not None
-        kl = kl if isinstance(kl, float) else float(number("kl", kl))
+        if not isinstance(kl, float):
+            kl = float(number("kl", kl))
         if not math.isfinite(kl):
             raise ValueError(f"the KL must be finite, got {kl}: a log-probability is not finite")
-
-        if n_steps is None:
-            n_steps = 1
-        else:
-            n_steps = number("n_steps", n_steps, above=0)
+        n_steps = 1 if n_steps is None else number("n_steps", n_steps, above=0)
 
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         factor = max(1 + error * n_steps / self.horizon, _SMALLEST_FACTOR)
         self.coef = min(max(self.coef * factor, sys.float_info.min), sys.float_info.max)
+
         if self.model is not None:
             self.model.kl_coef = self.coef
         return self.coef

@@ -34,9 +34,8 @@ class Sequences:
     def __init__(self, first: int = 0) -> None:
         self._first = whole_number("first", first, 0)
         self._tokens = torch.zeros(0, dtype=torch.int64)
-        self._bounds = torch.zeros(
-            1, dtype=torch.int64
-        )  # sequence k has the tokens bounds[k] to bounds[k + 1]
+        # Sequence k has the tokens bounds[k] to bounds[k + 1].
+        self._bounds = torch.zeros(1, dtype=torch.int64)
 
     def __len__(self) -> int:
         return len(self._bounds) - 1
@@ -71,7 +70,6 @@ class Sequences:
         self._tokens = torch.cat([self._tokens.to(tokens.device), tokens])
         bounds = self._bounds.to(tokens.device)
         self._bounds = torch.cat([bounds, bounds[-1] + lengths.cumsum(0)])
-
         return torch.arange(self._first + known, self._first + len(self), device=tokens.device)
 
     def forget(self, before: int | None = None) -> None:
@@ -104,6 +102,7 @@ class Sequences:
         places = self._places(_whole_numbers("numbers", numbers))
         if length is not None:
             whole_number("length", length, 0)
+
         start = self._bounds[places].unsqueeze(1)
         stop = self._bounds[places + 1].unsqueeze(1)
         if length is None:
@@ -130,6 +129,8 @@ class Sequences:
             raise ValueError(
                 "state has bounds that do not fit its tokens: it is not the state of a Sequences table"
             )
+
+        # Together, as the parts of one table: an interrupt must not come between.
         self._first, self._tokens, self._bounds = int(state["first"]), state["tokens"], bounds
 
     def _places(self, numbers: Tensor) -> Tensor:
@@ -141,12 +142,10 @@ class Sequences:
                 kept = f"{self._first} to {self._first + len(self) - 1}"
             else:
                 kept = "none"
-
             raise KeyError(
                 f"sequence {int(numbers[unknown.nonzero()[0, 0]])} is not in the table (kept: {kept}): it was "
                 "forgotten, or its row comes from another rollout"
             )
-
         return places
 
 
@@ -187,6 +186,7 @@ class TextModule(TensorDictModuleBase):
         expect("model", model, nn.Module, "a model of transformers")
         expect("sequences", sequences, Sequences, "a table of sequences, such as RolloutFromModel.sequences")
         need_keys(out_key=out_key, in_key=in_key)
+
         self.model = model
         self.sequences = sequences
         read = [in_key]
@@ -207,12 +207,17 @@ class TextModule(TensorDictModuleBase):
 
         number, length = observation.reshape(-1, 2).unbind(1)
         distinct, sequence = torch.unique(number, return_inverse=True)
-        longest, shortest = (int(x) for x in (length.max(), length.min())) if len(length) else (1, 1)
+        longest = 1
+        shortest = 1
+        if len(length):
+            longest = int(length.max())
+            shortest = int(length.min())
+
         tokens, mask = self.sequences.padded(distinct, longest)
         logits = last_logits(self.model, longest - shortest + 1, input_ids=tokens, attention_mask=mask)
-
         # Logits are kept from position shortest - 1 on: a text of n tokens is read at index n - shortest.
         rows = logits[sequence, length - shortest]
+
         batch.set(self._out_key, rows.reshape(*batch.batch_size, *rows.shape[1:]))
         return batch
 
@@ -235,7 +240,6 @@ def last_logits(model: nn.Module, count: int, **inputs: Tensor) -> Tensor:
         options["logits_to_keep"] = count
     if "use_cache" not in accepted:
         del options["use_cache"]
-
     with noted("In the model (model, ref_model) that reads the texts of a batch"):
         logits: Tensor = model(**inputs, **options).logits
     return logits[:, -count:]

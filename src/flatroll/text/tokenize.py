@@ -83,7 +83,6 @@ class TensorDictTokenizer:
             truncation=self.truncation,
             padding_side="right",
         )
-
         return {key: list(encoded[key]) for key in ("input_ids", "attention_mask")}
 
     def _result(self, columns: dict[str, list[Any]], single: bool) -> Any:
@@ -100,10 +99,11 @@ class TensorDictTokenizer:
                 'padding="max_length", or return_tensordict=False'
             )
 
-        tensors = {
-            key: torch.tensor(column, dtype=torch.bool if key == "valid_sample" else torch.int64)
-            for key, column in columns.items()
-        }
+        tensors = {}
+        for key, column in columns.items():
+            dtype = torch.bool if key == "valid_sample" else torch.int64
+            tensors[key] = torch.tensor(column, dtype=dtype)
+
         batch = TensorDict(tensors, [len(columns["input_ids"])], device=self.device)
         if single:
             return batch[0]
@@ -167,7 +167,6 @@ class PromptTensorDictTokenizer(TensorDictTokenizer):
         own = self.tokenizer(prompts, max_length=self.max_length, truncation=self.truncation)["input_ids"]
         columns["prompt_rindex"] = []
         columns["valid_sample"] = []
-
         for ids, mask, alone in zip(columns["input_ids"], columns["attention_mask"], own, strict=True):
             count = sum(mask)
             pairs = zip(ids[:count], alone, strict=False)

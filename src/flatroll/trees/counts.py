@@ -49,9 +49,9 @@ class StateCounter:
         states = self._states.insert(_columns_of(batch, self.keys)).cpu()
         new = torch.arange(before, len(self))
         self._counts.set(new, {"count": torch.zeros_like(new)})
+
         if not len(states):
             return torch.zeros(batch.batch_size, dtype=torch.int64)
-
         counts = self._counts.column("count")
         counts.index_add_(0, states, torch.ones_like(states))
         return counts[states].reshape(batch.batch_size)
@@ -113,7 +113,6 @@ def first_of_state(batch: TensorDictBase, keys: Sequence[NestedKey] | NestedKey 
     """
     names = _of_state(keys)
     states = RowNumbers(names).insert(_columns_of(batch, names))
-
     # State numbers grow by one at each new state, so the running maximum grows exactly there.
     highest = states.cummax(0).values if len(states) else states
     new = torch.ones_like(states, dtype=torch.bool)
@@ -168,11 +167,7 @@ class CountSampler(RandomSampler):
         at = torch.rand(batch_size, generator=generator, dtype=torch.float64) * self._sums[-1]
         ranks = torch.searchsorted(self._sums, at, right=True).clamp(max=len(self._sums) - 1)
         slots = self._slots[ranks]
-
-        if follow:
-            following = ring.follow(slots)
-        else:
-            following = None
+        following = ring.follow(slots) if follow else None
         return Draw(slots, follow=following, version=version)
 
     @override

@@ -123,7 +123,6 @@ def best_edges(score: Tensor, parent: Tensor) -> tuple[Tensor, Tensor]:
     most = score.new_full((len(parents),), -torch.inf).scatter_reduce_(0, number, score, "amax")
     edges = torch.arange(len(score), device=score.device)
     first = torch.where(score == most[number], edges, len(score))
-
     return parents, torch.full_like(parents, len(score)).scatter_reduce_(0, number, first, "amin")
 
 
@@ -165,7 +164,7 @@ def backup(
         rewards = reward.to("cpu", total.dtype).reshape(len(path))
     next_value = torch.full_like(rewards, float(value))  # read only after the last edge
     returns = return_scan(gamma, 1.0, rewards, next_value, no, no).to(total.device)
+
     count.index_add_(0, path, torch.ones_like(path, dtype=count.dtype))
     total.index_add_(0, path, returns)
-
     return returns

@@ -92,7 +92,6 @@ def _episodes(columns: Mapping[str, Any], place: str, drop_unknown: bool) -> Ite
         )
 
     over[-1:] = True
-
     first = 0
     for number, last in enumerate(np.flatnonzero(over)):
         rows = slice(first, last + 1)
@@ -103,10 +102,7 @@ def _episodes(columns: Mapping[str, Any], place: str, drop_unknown: bool) -> Ite
         }
 
         states = {"observation": columns["observations"][rows]}
-        if "rewards" in columns:
-            reward = columns["rewards"][rows]
-        else:
-            reward = None
+        reward = columns["rewards"][rows] if "rewards" in columns else None
         episode = episode_of(number, states, others, reward, terminal[rows], timeout[rows])
         first = int(last) + 1
         if drop_unknown and "next_observations" not in columns and not terminal[last]:
@@ -132,14 +128,12 @@ def _continues(seen: Any, following: Any) -> Array:
         )
 
     same = np.ones(max(rows - 1, 0), bool)
-
     for first in range(0, rows - 1, _ROWS_AT_ONCE):
         end = min(first + _ROWS_AT_ONCE, rows - 1)
         later = following[first:end]
         root = seen[first + 1 : end + 1].astype(later.dtype)  # as precise as the file's next observations
         equal = (root == later) | ((root != root) & (later != later))  # NaN equals NaN
         same[first:end] = equal.reshape(end - first, -1).all(1)
-
     return same
 
 
@@ -204,9 +198,7 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
     def _fetch(self, folder: Path) -> Any:
         if not self._from_env:
             return super()._fetch(folder)
-
         self._check_known()
-
         try:
             import_module("d4rl")  # registers the envs with gym
             gym = import_module("gym")
@@ -215,7 +207,6 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
                 f"from_env=True needs gym and D4RL's own library, which only old versions of Python can install "
                 f"({error}): leave it out and pass the HDF5 file with fetch=, or pass the env with fetch="
             ) from error
-
         return gym.make(self.dataset_id)
 
     @override
@@ -232,12 +223,9 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
             return files_in(source, (".hdf5", ".h5"))
         if isinstance(source, Mapping):
             return [source]
-
-        if hasattr(source, "get_dataset"):
-            env = source
-        else:
+        env = source
+        if not hasattr(env, "get_dataset"):
             env = getattr(source, "unwrapped", source)
-
         if not hasattr(env, "get_dataset"):
             raise TypeError(
                 "from_env=True needs a D4RL env with get_dataset(), or the arrays that it returns, got "

@@ -79,20 +79,13 @@ def naming(place: str | Path) -> Iterator[None]:
     except (FileNotFoundError, PermissionError, ImportError):
         raise
     except UNREADABLE as error:
-        if isinstance(error, KeyError) and error.args:
-            reason = error.args[0]
-        else:
-            reason = error
-        text = str(reason)
+        first = error.args[0] if isinstance(error, KeyError) and error.args else error
+        text = str(first)
         known = isinstance(error, KeyError | TypeError | ValueError | UnpicklingError)
         if known and str(place) in text and len(text) <= _LONGEST:
             raise
-
         kinds = [kind for kind in (KeyError, TypeError, UnpicklingError) if isinstance(error, kind)]
-        if len(text) <= _LONGEST:
-            short = text
-        else:
-            short = f"{text[:_LONGEST]}..."
+        short = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
         text = f"{place} cannot be read, or is damaged: {short or type(error).__name__}"
         raise (*kinds, ValueError)[0](text) from None
 
@@ -128,6 +121,7 @@ def episode_columns(
     length = len(terminated)
     over = np.asarray(terminated).reshape(length, 1).astype(bool)
     cut = np.asarray(truncated).reshape(length, 1).astype(bool)
+
     columns = {as_tuple(key): values for key, values in others.items()}
     given = set(columns)
 
@@ -135,7 +129,6 @@ def episode_columns(
         columns[as_tuple(key)] = values[:length]
         if next_key(key) in given:
             continue
-
         columns[next_key(key)] = values[1:]
         if len(values) == length:
             columns[next_key(key)] = np.concatenate([values[1:], values[-1:]])
@@ -145,14 +138,11 @@ def episode_columns(
     is_init[:1] = True
     columns[as_tuple(IS_INIT)] = is_init
     columns[as_tuple(TRAJ_IDS)] = np.full(length, number)
-
     if reward is not None:
         paid = np.asarray(reward)
-        if paid.dtype.kind == "f":
-            floating = paid
-        else:
-            floating = paid.astype(np.float32)
-        columns[REWARD] = floating.reshape(length, 1)
+        if paid.dtype.kind != "f":
+            paid = paid.astype(np.float32)
+        columns[REWARD] = paid.reshape(length, 1)
 
     columns[TERMINATED] = over
     columns[TRUNCATED] = cut
@@ -178,7 +168,6 @@ def named_leaves(
     if not isinstance(value, folders):
         yield key, value
         return
-
     parts: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, Mapping) else enumerate(value)  # type: ignore[arg-type]
     for name, part in parts:
         yield from named_leaves(part, (*key, str(name)), folders)

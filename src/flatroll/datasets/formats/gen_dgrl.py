@@ -71,7 +71,6 @@ def read_gen_dgrl(path: str | Path, *, max_bytes: int = 1 << 30) -> Iterator[Ten
     """
     number = 0
     whole_number("max_bytes", max_bytes)
-
     with damage_in(file_path("path", path)), tarfile.open(path, "r|*", tarinfo=_Member) as archive:
         for member in archive:
             if member.isdir():
@@ -114,6 +113,7 @@ def _episode(steps: dict[str, Array], number: int, name: str) -> TensorDict:
     lengths = {key: len(np.atleast_1d(steps[key])) for key in (*_NAMES, "rewards") if key in steps}
     if not length or lengths != {key: length + (key == "observations") for key in lengths}:
         raise ValueError(f"{name} must have T + 1 observations for T other values, got lengths {lengths}")
+
     if (early := np.flatnonzero(done[:-1])).size:
         raise ValueError(
             f"{name} is done at step {early[0]} of {length}: the observation after it may be of another game, so it is "
@@ -172,7 +172,6 @@ def load_arrays(data: bytes, name: str, max_bytes: int) -> dict[str, Array]:
 
     arrays: dict[str, Array] = {}
     items = value.items() if isinstance(value, dict) else [("", None)]
-
     for key, array in items:
         if not isinstance(key, str) or not isinstance(array, np.ndarray) or array.dtype.kind not in "biufc":
             raise pickle.UnpicklingError(
@@ -200,7 +199,6 @@ def _check_steps(stream: io.BytesIO, name: str) -> None:
                 f"{name}: opcode {step.name} at step {number} does not belong to a dict of arrays: nothing was "
                 "executed"
             )
-
     stream.seek(begin)
 
 
@@ -218,7 +216,6 @@ class _Array(np.ndarray[Any, Any]):
         version, shape, kind, fortran, data = state
         if version != 1 or not isinstance(kind, _Kind) or not isinstance(data, bytes | list):
             raise pickle.UnpicklingError("this is not the state of a NumPy array")
-
         self._budget[0] -= len(data)
         if self._budget[0] < 0:
             raise pickle.UnpicklingError("the arrays have more than max_bytes")

@@ -46,6 +46,7 @@ def read_openml(features: Any, label: Any, *, one_hot: bool = False) -> TensorDi
     expect("features", features, pandas.DataFrame, "a DataFrame of pandas")
     expect("label", label, pandas.Series, "a Series of pandas")
     flags(one_hot=one_hot)
+
     complete = ~(features.isna().any(axis=1) | label.isna())
     features = features[complete]
     label = label[complete]
@@ -61,23 +62,21 @@ def read_openml(features: Any, label: Any, *, one_hot: bool = False) -> TensorDi
         else:
             codes = np.unique(np.asarray(column.astype(str)), return_inverse=True)[1]
             if one_hot:
-                column = np.eye(codes.max() + 1)[codes]
+                categories.append(np.eye(codes.max() + 1)[codes])
             else:
-                column = codes[:, None].astype(np.float64)
-            categories.append(column)
+                categories.append(codes[:, None].astype(np.float64))
 
-    if one_hot:
-        coded = []
-    else:
-        coded = categories
-    scaled = numbers + coded
+    # Columns of zeros and ones stay as they are.
+    scaled = numbers
+    if not one_hot:
+        scaled = numbers + categories
+    columns = []
     if scaled:
-        columns = [preprocessing.StandardScaler().fit_transform(np.concatenate(scaled, 1))]
-    else:
-        columns = []
-    columns += categories if one_hot else []
-    classes = np.unique(np.asarray(label.astype(str)), return_inverse=True)[1]
+        columns.append(preprocessing.StandardScaler().fit_transform(np.concatenate(scaled, 1)))
+    if one_hot:
+        columns += categories
 
+    classes = np.unique(np.asarray(label.astype(str)), return_inverse=True)[1]
     return TensorDict(
         {"X": torch.from_numpy(np.concatenate(columns, 1)), "y": torch.from_numpy(classes.astype(np.int64))},
         [len(classes)],

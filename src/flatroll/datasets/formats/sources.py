@@ -76,7 +76,6 @@ def open_source(source: TensorDictBase | ReplayBuffer, chunk_rows: int | None = 
                 f"source must be a buffer or a batch of size [N], got a batch of size {list(source.batch_size)}: "
                 "join() concatenates the rows"
             )
-
         rows = len(source)
         lanes = torch.Size([])
         slots = None
@@ -137,7 +136,8 @@ def episodes_of(source: Source) -> Iterator[TensorDictBase]:
         KeyError: there is no boundary marker.
     """
     markers = _markers(source, STEP_COUNT)
-    starts = run_starts(TensorDict({}, [source.rows]) if markers is None else markers)
+    marked = TensorDict({}, [source.rows]) if markers is None else markers
+    starts = run_starts(marked)
     assert markers is not None  # without markers run_starts has raised
     first = starts.nonzero().squeeze(-1).tolist()
     stops = [*first[1:], source.rows]
@@ -162,7 +162,6 @@ def _join_runs(source: Source, markers: TensorDict, first: list[int], stops: lis
         before = newest.get(number)
         start = first[run]
         end = stops[before[-1]] - 1 if before else 0
-
         goes_on = (
             before is not None
             and not (done is not None and bool(done[end]))
@@ -174,7 +173,6 @@ def _join_runs(source: Source, markers: TensorDict, first: list[int], stops: lis
         else:
             newest[number] = [run]
             trajectories.append(newest[number])
-
     return trajectories
 
 
@@ -218,7 +216,6 @@ def write_beside(path: str | Path) -> Iterator[Path]:
         raise FileNotFoundError(f"{target.parent} is not a folder: create it first")
 
     beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
-
     try:
         yield beside / target.name
         files.sync_all(beside / target.name)

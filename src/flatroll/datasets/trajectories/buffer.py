@@ -181,7 +181,6 @@ class TrajectoryReplayBuffer:
                 'trajectory_format="pkl" reads files that can run code chosen by their author: pass '
                 'allow_pickle=True for files that you trust; "pt" runs none'
             )
-
         flags(auto_save=auto_save, enable_cache=enable_cache)
         if auto_save and not str(auto_save_path):
             raise ValueError("auto_save_path must name a folder if auto_save=True")
@@ -193,13 +192,13 @@ class TrajectoryReplayBuffer:
         self._generator = torch.Generator().manual_seed(self.seed)
 
         # Without a maximum size, slots equal row numbers and never wrap around.
-        if max_size is None:
-            size = _WITHOUT_END
-        else:
+        size = _WITHOUT_END
+        if max_size is not None:
             size = whole_number("max_size", max_size)
 
         if sampler is None:
             sampler = SliceSampler(slice_len=1, traj_key=LANE, end_key=DONE)
+
         if auto_save:
             path = auto_save_path
         else:
@@ -210,9 +209,8 @@ class TrajectoryReplayBuffer:
         self.storage = DiskStorage(size, path, **options)
 
         # In place of the storage's own finalizer, which would write into a removed folder.
-        if auto_save:
-            self._discard = None
-        else:
+        self._discard = None
+        if not auto_save:
             self._discard = weakref.finalize(self, discard, self.storage.close_once, path, os.getpid())
 
         self._turn = threading.RLock()
@@ -221,7 +219,6 @@ class TrajectoryReplayBuffer:
         #: Trajectories, oldest first, each with the number of its first row in the ring.
         self._records: deque[tuple[int, TrajectoryRecord]] = deque()
         self._counter = 0
-
         #: The versions of several ranks that this buffer saved or loaded last, by folder.
         self._versions: dict[Path, Version] = {}
 
@@ -255,6 +252,7 @@ class TrajectoryReplayBuffer:
             rows, records = rows_of(trajectories, self._counter)
             if rows is None:
                 return
+
             if len(rows) > (most := self.storage.max_size):
                 raise ValueError(
                     f"{len(rows)} rows at once are more than max_size={most}. Nothing was stored"
@@ -267,11 +265,9 @@ class TrajectoryReplayBuffer:
     def _note_records(self, records: Sequence[TrajectoryRecord], first: int) -> None:
         """Know of trajectories that were stored from the row ``first`` on, and no more of those that had to go."""
         for record in records:
-            if record.uuid:
-                known = record
-            else:
-                known = record._replace(uuid=uuid4().hex)
-            self._records.append((first, known))
+            if not record.uuid:
+                record = record._replace(uuid=uuid4().hex)
+            self._records.append((first, record))
             first += record.rows
             self._counter = max(self._counter, record.number + 1)
 
@@ -289,7 +285,6 @@ class TrajectoryReplayBuffer:
             self._check_open()
             self._records.clear()
             self.clear_cache()
-
             if self.storage.allocated:
                 # Published along with the version that has no rows.
                 self.storage.note({NOTES: self._state([])})
@@ -314,14 +309,12 @@ class TrajectoryReplayBuffer:
         with self._turn:
             if self._closed:
                 return
-
             if self._discard is None:
                 self.storage.save(self.storage.path, {NOTES: self._state([r for _, r in self._records])})
                 self._write_index(Path(self.storage.path))
                 self.storage.close()
             else:
                 self._discard()
-
             self._closed = True
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -384,7 +377,6 @@ class TrajectoryReplayBuffer:
                 raise RuntimeError(
                     "slices need an index of trajectories, which this sampler does not keep: use a SliceSampler"
                 )
-
             flags(strict=strict)
             draw = index.draw(
                 whole_number("num_slices", num_slices),
@@ -402,22 +394,18 @@ class TrajectoryReplayBuffer:
         whole_number("trajectory_id", trajectory_id, 0)
         with self._turn:
             first, record = next((one for one in self._records if one[1].number == trajectory_id), (0, None))
+
             if record is None:
                 ids = self.trajectory_ids
-                if ids:
-                    there = f"those from {ids[0]} to {ids[-1]}"
-                else:
-                    there = "none"
-
+                there = f"those from {ids[0]} to {ids[-1]}" if ids else "none"
                 raise KeyError(f"trajectory {trajectory_id} is not stored; trajectory_ids has {there}")
 
-            if self._cache is None:
-                kept = None
-            else:
+            kept = None
+            if self._cache is not None:
                 kept = self._cache.get(trajectory_id)
-
             if kept is not None:
                 return kept
+
             slots = torch.arange(first, first + record.rows) % self.buffer.ring.capacity
             fields = trajectory_fields(self.buffer[slots], record)
             if self._cache is not None:
@@ -457,11 +445,7 @@ class TrajectoryReplayBuffer:
     def get_stats(self) -> dict[str, int | float]:
         """Return numbers to log: trajectories, rows, trajectories in memory, rows that no file holds yet, bytes."""
         stats = self.buffer.stats()
-        if self._cache is None:
-            cached = 0
-        else:
-            cached = len(self._cache)
-
+        cached = 0 if self._cache is None else len(self._cache)
         return {
             "num_trajectories": self.size,
             "total_samples": self.total_samples,
@@ -501,12 +485,12 @@ class TrajectoryReplayBuffer:
         share([1] * whole_number("world_size", world_size), local_rank, world_size)  # checks the rank
         if world_size > 1 and barrier is None:
             raise ValueError("several ranks need a barrier, such as torch.distributed.barrier")
-
         path = file_path("save_path", save_path)
 
         with self._turn:
             self._check_open()
             state = {NOTES: self._state([record for _, record in self._records])}
+
             if self._records:
                 first = self._records[0][0]
             else:
@@ -551,10 +535,11 @@ class TrajectoryReplayBuffer:
         """
         if is_distributed:
             share([1] * whole_number("world_size", world_size), local_rank, world_size)  # checks the rank
-        path = Path(load_path)
 
+        path = Path(load_path)
         with self._turn:
             self._check_open()
+
             if path.resolve() == Path(self.storage.path).resolve():
                 if is_distributed and world_size > 1:
                     raise ValueError(f"{path} is this buffer's own folder: load it into another buffer")
@@ -568,6 +553,7 @@ class TrajectoryReplayBuffer:
 
             # Check everything before anything changes.
             checkpoint.check({key: (c.dtype, c.shape) for key, c in self.storage.columns.items()})
+
             if self._discard is None:
                 stage(checkpoint, Path(self.storage.path), sync=self._sync)
                 self._load_staged()
@@ -621,7 +607,6 @@ class TrajectoryReplayBuffer:
         """Replace the trajectories by those of a checkpoint."""
         checkpoint.take_last(self.storage.max_size)
         self.clear()
-
         first = self.buffer.ring.written
         try:
             # The first rows may belong to a trajectory that began earlier.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flatroll.layout import run_starts
 from flatroll.layout.checks import iterable
-from flatroll.layout.keys import NEXT, NestedKey
+from flatroll.layout.keys import NEXT, NestedKey, as_tuple
 
 _MARKS = "_trajectory"  # the root of the marks
 LANE: NestedKey = (_MARKS, "lane")  # int64: the number of the trajectory times _LANES, plus that of the lane
@@ -86,17 +86,15 @@ def rows_of(trajectories: Sequence[Any], number: int) -> tuple[TensorDict | None
             f"trajectories must be a list of trajectories, got one {type(trajectories).__name__}: call "
             "add_trajectories([trajectory])"
         )
-
     iterable("trajectories", trajectories, "a list of trajectories")
-
     parts: list[TensorDict] = []
     records: list[TrajectoryRecord] = []
+
     for trajectory in trajectories:
         if isinstance(trajectory, TensorDictBase) and trajectory.batch_dims == 1:
             rows, made = _flat_rows(trajectory, number)
         else:
             rows, made = _lane_rows(trajectory, number)
-
         if made:
             parts.append(rows)
         records += made
@@ -104,6 +102,7 @@ def rows_of(trajectories: Sequence[Any], number: int) -> tuple[TensorDict | None
 
     if not parts:
         return None, []
+
     for i, part in enumerate(parts):
         if names := find_differing(form_of(parts[0]), form_of(part)):
             raise ValueError(
@@ -158,21 +157,17 @@ def records_of(lane: Tensor, place: Tensor, left: Tensor) -> tuple[int, list[Tra
         ValueError: the marks are invalid.
     """
     numbers = lane // _LANES
-    starts = torch.nonzero(place == 0).squeeze(1).tolist()
+    bounds = [*torch.nonzero(place == 0).squeeze(1).tolist(), len(lane)]
     records = []
-    for first, stop in itertools.pairwise([*starts, len(lane)]):
+    for first, stop in itertools.pairwise(bounds):
         count = stop - first
         lanes = int(lane[stop - 1] - lane[first]) + 1
         if int(left[stop - 1]) or lanes < 1 or count % lanes:
             lanes = 1  # its last rows are missing
         records.append(TrajectoryRecord(int(numbers[first]), count // lanes, lanes))
-
     check_numbers(records)
-    if starts:
-        begun = starts[0]
-    else:
-        begun = len(lane)
-    return begun, records
+
+    return bounds[0], records
 
 
 def check_numbers(records: Sequence[TrajectoryRecord]) -> None:
@@ -199,8 +194,8 @@ def check_marks(rows: TensorDictBase, records: Sequence[TrajectoryRecord], first
     which = torch.searchsorted(counts.cumsum(0), at, right=True)
     place = at - (counts.cumsum(0) - counts)[which]
     number = torch.tensor([record.number for record in records])[which]
-    lane = rows[LANE]
 
+    lane = rows[LANE]
     # Within a trajectory each row is in the same lane as the row before it, or in the next lane.
     steps = torch.diff(lane)[place[1:] > 0]
     same = torch.equal(rows[PLACE].long(), place) and torch.equal(lane // _LANES, number)
@@ -214,18 +209,19 @@ def _lane_rows(trajectory: Any, number: int) -> tuple[TensorDict, list[Trajector
     facts = {name: given.pop(name) for name in _FACTS if name in given}
     fields: dict[NestedKey, Tensor] = {}
     _collect(given, (), fields)
+
     if not fields:
         return TensorDict({}, [0]), []
-
     steps, lanes = _size(fields)
     if lanes > _LANES:
         raise ValueError(f"a trajectory has at most {_LANES:,} lanes, got {lanes:,}")
 
     rows: dict[NestedKey, Tensor] = {}
     for key, value in fields.items():
-        name = key[0] if isinstance(key, tuple) else key
+        name = as_tuple(key)[0]
         if name in _ENDS + _VALUES:
             value = _of_steps(value, steps, name)
+
         if value.shape[:2] != (steps, lanes):
             raise ValueError(
                 f"{key!r} must be [T, B, ...] = [{steps}, {lanes}, ...] like the other fields, got "
@@ -241,7 +237,6 @@ def _lane_rows(trajectory: Any, number: int) -> tuple[TensorDict, list[Trajector
     check_numbers([record])
     lane = torch.arange(lanes).repeat_interleave(steps)
     batch = TensorDict(dict(rows), [count])
-
     return _add_marks(batch, lane + number * _LANES, torch.arange(count), _done(rows, count)), [record]
 
 
@@ -272,7 +267,6 @@ def _flat_rows(batch: TensorDictBase, number: int) -> tuple[TensorDict, list[Tra
         marks = torch.zeros(len(run), dtype=torch.bool)
     else:
         marks = done.reshape(len(run))
-
     left = lengths[run] - 1 - place
     return _add_marks(batch.copy(), (number + run) * _LANES, place, marks, left), records
 
@@ -280,7 +274,8 @@ def _flat_rows(batch: TensorDictBase, number: int) -> tuple[TensorDict, list[Tra
 def _add_marks(
     batch: TensorDictBase, lane: Tensor, place: Tensor, done: Tensor, left: Tensor | None = None
 ) -> TensorDict:
-    left = len(place) - 1 - place if left is None else left
+    if left is None:
+        left = len(place) - 1 - place
     marks = {LANE: lane, PLACE: place.int(), LEFT: left.int(), DONE: done}
     return batch.update(TensorDict(dict(marks), batch.batch_size))
 
@@ -297,6 +292,7 @@ def _mapping(trajectory: Any) -> dict[str, Any]:
     names = getattr(trajectory, "__dataclass_fields__", None)
     if names is not None:
         trajectory = {name: getattr(trajectory, name) for name in names}
+
     if not isinstance(trajectory, Mapping):
         raise TypeError(
             f"a trajectory must be a mapping, a dataclass or a tensordict, got {type(trajectory).__name__}"
@@ -315,7 +311,6 @@ def _collect(fields: Mapping[str, Any], path: tuple[str, ...], into: dict[Nested
     for name, value in fields.items():
         if not isinstance(name, str):
             raise TypeError(f"names of fields must be strings, got {name!r}. Nothing was stored")
-
         key = (*path, name)
         if isinstance(value, Mapping):
             _collect(value, key, into)
@@ -323,16 +318,11 @@ def _collect(fields: Mapping[str, Any], path: tuple[str, ...], into: dict[Nested
             place = key if path else key[0]
             into[place] = value
         else:
-            if isinstance(value, Tensor):
-                what = "another tensor"
-            else:
-                what = type(value).__name__
-
+            kind = "another tensor" if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(
                 f"the field {'/'.join(key)!r} must be a dense tensor [T, B, ...] or a mapping of them, got "
-                f"{what}. Nothing was stored"
+                f"{kind}. Nothing was stored"
             )
-
     if not path and _MARKS in fields:
         raise ValueError(f"the trajectory has a field {_MARKS!r}, a name that the buffer reserves")
 
@@ -343,7 +333,7 @@ def _size(fields: Mapping[NestedKey, Tensor]) -> tuple[int, int]:
         if value.ndim < 2:
             raise ValueError(f"{key!r} must be [T, B, ...], got {list(value.shape)}. Nothing was stored")
 
-    usual = [key for key in fields if (key[0] if isinstance(key, tuple) else key) not in _ENDS + _VALUES]
+    usual = [key for key in fields if as_tuple(key)[0] not in _ENDS + _VALUES]
     if "rewards" in fields:
         chosen = fields["rewards"]
     else:

@@ -18,14 +18,11 @@ def kinds_of(columns: Sequence[Tensor]) -> Tensor:
     for column in columns:
         if not column.numel():
             continue
-
         flat = column.detach().reshape(len(column), -1).contiguous()
         _, number = torch.unique(flat.view(torch.uint8), dim=0, return_inverse=True)
-
         # A pair (number, kinds) as one number; numbered again, so that it stays below N.
         pairs = number + kinds * (int(number.max()) + 1)
         _, kinds = torch.unique(pairs, return_inverse=True)
-
     return kinds
 
 
@@ -50,11 +47,14 @@ def firsts_are_rare(kinds: Tensor, first: Tensor, inner: Tensor) -> bool:
     inside = kinds[inner]
     like_first = int(torch.isin(inside, starts).sum())
     others = len(torch.unique(inside)) - int(torch.isin(starts, inside).sum())
+
     if not len(inside):  # episodes of one step: their first observations must differ from one another
         count = int(first.sum())
         return count >= _FEW_EPISODES and 2 * len(starts) > count
+
     if len(inside) < _FEW_ROWS:
         return not like_first and others == len(inside)
+
     # Twice the mean number of rows of a first observation, and the mean of another one, compared without division.
     return 2 * like_first * others < (len(inside) - like_first) * len(starts)
 
