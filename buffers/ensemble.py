@@ -68,7 +68,7 @@ def pick(parts: Sequence[Part], index: int | Several, name: str) -> Part | list[
 
     numbers: Any = index.tolist() if isinstance(index, Tensor | np.ndarray) else index
     several = isinstance(numbers, list | range)
-    chosen: list[Any] = numbers if several else [numbers]
+    chosen: list[int] = numbers if several else [numbers]
     for number in chosen:
         if type(number) is not int:
             raise TypeError(
@@ -78,7 +78,9 @@ def pick(parts: Sequence[Part], index: int | Several, name: str) -> Part | list[
         if not -len(parts) <= number < len(parts):
             raise IndexError(f"{name} has {len(parts)} members, got index {number}")
 
-    return [parts[number] for number in chosen] if several else parts[numbers]
+    if several:
+        return [parts[number] for number in chosen]
+    return parts[chosen[0]]
 
 
 class _Parts(Sequence[Part]):
@@ -208,7 +210,7 @@ class SamplerEnsemble(_Parts[Sampler]):
 
         numbers = value if isinstance(value, Tensor) else list(value)
         shares = torch.as_tensor(numbers, dtype=torch.float64)
-        fits = shares.shape == (len(self),) and bool((shares >= 0).all())
+        fits = shares.shape == (len(self),) and (shares >= 0).all()
         if not fits or not 0 < float(shares.sum()) < torch.inf:
             raise ValueError(
                 f"p must have one number per member ({len(self)}), none negative and not all 0, got {value}"
@@ -230,7 +232,7 @@ class SamplerEnsemble(_Parts[Sampler]):
             return list(range(len(self)))
 
         weights = self.weights(rows)
-        if not bool(weights.any()):
+        if not weights.any():
             raise RuntimeError("cannot sample: all members are empty, extend them with rb[i].extend(batch)")
 
         drawn = torch.multinomial(weights, self.num_buffer_sampled, replacement=True, generator=generator)
@@ -278,11 +280,9 @@ def collate_members(parts: list[Any], members: list[int], stack: bool) -> Any:
 
     joined = {key: join([each[key] for each in columns]) for key in columns[0]}
     first = parts[0]
-    rows: tuple[int, ...]
-    if stack:
-        rows = (len(parts), len(first))
-    else:
-        rows = (sum(map(len, parts)),)
+    rows = [len(parts), len(first)]
+    if not stack:
+        rows = [sum(map(len, parts))]
     made = nest(joined, *rows, *first.batch_size[1:])
 
     if first.device is None:
@@ -333,9 +333,9 @@ def _form(part: Any) -> Form:
     form: Form = {}
     for key, value in entries:
         if isinstance(value, Tensor):
-            form[key] = (value.dtype, value.shape)
+            form[key] = value.dtype, value.shape
         else:
-            form[key] = (type(value).__name__, torch.Size([]))
+            form[key] = type(value).__name__, torch.Size([])
     return form
 
 
@@ -509,7 +509,7 @@ class ReplayBufferEnsemble(Facts):
         sample, info, _ = self._next_sample(batch_size)
 
         if return_info:
-            return (sample, info)
+            return sample, info
         return sample
 
     def __iter__(self) -> Iterator[Any]:
@@ -581,7 +581,9 @@ class ReplayBufferEnsemble(Facts):
 
     def _rows(self, batch_size: int | None) -> int:
         """Return the rows per drawn member; ValueError if the batch size does not fit."""
-        size = self.batch_size if batch_size is None else batch_size
+        size = batch_size
+        if size is None:
+            size = self.batch_size
         count = self.sampler.num_buffer_sampled
         if size is None:
             raise ValueError("batch_size must be given to ReplayBufferEnsemble(...) or to sample(...)")
@@ -649,16 +651,12 @@ class ReplayBufferEnsemble(Facts):
         priority = torch.as_tensor(priority)
         for member, rb in self._prioritized():
             mask = buffer_ids == member
-            if not bool(mask.any()):
+            if not mask.any():
                 continue
 
             of_index = index[mask.to(index.device)]
-            of_priority = priority
-            if priority.ndim:
-                of_priority = priority[mask.to(priority.device)]
-            of_generation = generation
-            if generation is not None:
-                of_generation = generation[mask.to(generation.device)]
+            of_priority = priority[mask.to(priority.device)] if priority.ndim else priority
+            of_generation = None if generation is None else generation[mask.to(generation.device)]
             rb.update_priority(of_index, of_priority, of_generation)
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
@@ -676,13 +674,13 @@ class ReplayBufferEnsemble(Facts):
         # example in a transposed sample), rows are updated one by one.
         ids = require(data, BUFFER_IDS)
         rows_ids = ids.reshape(len(ids), -1)
-        if not bool((rows_ids == rows_ids[:, :1]).all()):
+        if not (rows_ids == rows_ids[:, :1]).all():
             data = data.reshape(-1)
             rows_ids = ids.reshape(-1, 1)
 
         for member, rb in prioritized:
             mask = rows_ids[:, 0] == member
-            if not bool(mask.any()):
+            if not mask.any():
                 continue
 
             update = getattr(rb, "update_tensordict_priority", None)
@@ -798,7 +796,7 @@ class ReplayBufferEnsemble(Facts):
             known.folder = folder
 
             # Keep the member versions that the ensemble's versions name until the new version is published.
-            named: list[list[Any]] = []
+            named = []
             for number in folder.versions():
                 with suppress(DamagedFileError):
                     extra = read_manifest(path, number).extra
@@ -885,7 +883,7 @@ def _members(
         sampler = None if samplers is None else samplers[i]
         writer = None if writers is None else writers[i]
         transform = storages.transforms[i]
-        members.append(ReplayBuffer(storage=storage, sampler=sampler, writer=writer, transform=transform))
+        members.append(ReplayBuffer(storage, sampler=sampler, writer=writer, transform=transform))
     return tuple(members)
 
 

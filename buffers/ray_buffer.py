@@ -65,7 +65,7 @@ class BufferActor:
     def weight(self) -> Weight:
         """Return the buffer's weight in an ensemble."""
         buffer = self._buffer
-        sampler = self._buffer.sampler
+        sampler = buffer.sampler
 
         unit = getattr(sampler, "slice_len", 1)
         if unit is None:
@@ -86,7 +86,9 @@ class BufferActor:
 
     def _extend(self, rows: Any) -> int:
         batch, final = unpack_batches(rows)
-        options = {} if final is None else {"final": final}
+        options = {}
+        if final is not None:
+            options["final"] = final
         return len(self._buffer.extend(batch, **options))
 
 
@@ -205,7 +207,9 @@ class RayReplayBuffer(Facts):
 
     def extend(self, data: Any, final: TensorDictBase | None = None) -> Tensor:
         """As `ReplayBuffer.extend`."""
-        arguments = (data,) if final is None else (data, final)
+        arguments = [data]
+        if final is not None:
+            arguments.append(final)
         positions: Tensor = self._run("extend", *arguments)
         return positions
 
@@ -254,7 +258,7 @@ class RayReplayBuffer(Facts):
             sample, info = self.result(self._under_way.popleft())
 
         if return_info:
-            return (sample, info)
+            return sample, info
         return sample
 
     def __iter__(self) -> Iterator[Any]:

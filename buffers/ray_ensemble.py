@@ -144,7 +144,7 @@ class RayReplayBufferEnsemble(Facts):
         homes = homes.cpu() % len(self.shards)
 
         left = torch.ones(len(homes), dtype=torch.bool)
-        while bool(left.any()):  # again for the rows of shards that are lost meanwhile
+        while left.any():  # again for the rows of shards that are lost meanwhile
             moved = torch.tensor([self._home(number) for number in range(len(self.shards))])[homes]
             masks = {shard: left & (moved == shard) for shard in set(moved[left].tolist())}
 
@@ -178,10 +178,10 @@ class RayReplayBufferEnsemble(Facts):
         Rows of lost shards are left out.
         """
         priorities = torch.as_tensor(priority)
-        references = dict[int, Any]()
+        references = {}
         for shard in self._live():
             mask = buffer_ids == shard
-            if not bool(mask.any()):
+            if not mask.any():
                 continue
 
             own = None if generation is None else generation[mask]
@@ -210,17 +210,18 @@ class RayReplayBufferEnsemble(Facts):
             ValueError: the batch size is missing, or no multiple of the samplers' ``slice_len``.
             WorkerDied: a shard was lost, see ``on_loss``.
         """
-        size = self.batch_size if batch_size is None else batch_size
-        if size is None:
+        if batch_size is None:
+            batch_size = self.batch_size
+        if batch_size is None:
             raise ValueError("batch_size must be given to RayReplayBufferEnsemble(...) or to sample(...)")
-        whole_number("batch_size", size)
+        whole_number("batch_size", batch_size)
 
-        if self.prefetch and size == self.batch_size:
+        if self.prefetch and batch_size == self.batch_size:
             while len(self._under_way) <= self.prefetch:
-                self._under_way.append(self._begin(size))
+                self._under_way.append(self._begin(batch_size))
             asked = self._under_way.popleft()
         else:
-            asked = self._begin(size)
+            asked = self._begin(batch_size)
 
         parts: list[_Drawn] = []
         while missing := self._finish(asked, parts):
@@ -228,7 +229,7 @@ class RayReplayBufferEnsemble(Facts):
         sample, info = self._join(parts)
 
         if return_info:
-            return (sample, info)
+            return sample, info
         return sample
 
     def _begin(self, size: int) -> "_Asked":
@@ -238,7 +239,7 @@ class RayReplayBufferEnsemble(Facts):
 
         shards = list(self._weights)
         totals = torch.tensor([self._weights[shard].total for shard in shards], dtype=torch.float64)
-        if not bool(totals.any()):
+        if not totals.any():
             raise RuntimeError("cannot sample: no shard has rows, extend the ensemble first")
 
         unit = self._weights[shards[0]].unit
@@ -248,7 +249,7 @@ class RayReplayBufferEnsemble(Facts):
         drawn = torch.multinomial(totals, size // unit, replacement=True, generator=self.generator)
         counts = (drawn.bincount(minlength=len(shards)) * unit).tolist()
 
-        asked: _Asked = []
+        asked = []
         for shard, rows in zip(shards, counts, strict=True):
             if rows:
                 found = self.shards[shard].begin("draw", rows)
@@ -375,15 +376,15 @@ class _Drawn(NamedTuple):
 
 def _part(data: Any, final: TensorDictBase | None, mask: Tensor) -> tuple[Any, ...]:
     """Return the rows of a batch in ``mask``, and those of its *final* that belong to them."""
-    if bool(mask.all()):
+    if mask.all():
         if final is None:
             return (data,)
-        return (data, final)
+        return data, final
 
+    at = mask
     if isinstance(data, TensorDictBase) and data.device:
-        rows = data[mask.to(data.device)]
-    else:
-        rows = data[mask]
+        at = mask.to(data.device)
+    rows = data[at]
 
     if final is None:
         return (rows,)

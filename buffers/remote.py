@@ -131,10 +131,9 @@ class Post:
                 return None
 
             columns = {key: column for table in window.tables for key, column in table.items()}
-            if window.note is None:
+            rest = window.note
+            if rest is None:
                 rest = columns.pop("rest").numpy().tobytes()
-            else:
-                rest = window.note
             tensors = [columns[str(place)] for place in range(len(columns))]
 
             if keep:
@@ -207,8 +206,12 @@ class BufferHandle:
     ) -> Tensor:
         """Store rows, as `ReplayBuffer.extend`; when this returns they can be sampled."""
         # An ensemble's method has neither option and raises its own error.
-        arguments = (data,) if final is None else (data, final)
-        options = {} if update_priority is None else {"update_priority": update_priority}
+        arguments = [data]
+        options = {}
+        if final is not None:
+            arguments.append(final)
+        if update_priority is not None:
+            options["update_priority"] = update_priority
         stored: Tensor = self._call("extend", *arguments, **options)
         return stored
 
@@ -331,7 +334,7 @@ def shortened(value: Any) -> Any:
     if isinstance(value, Tensor) and value.dtype is torch.int64 and value.ndim == 1 and len(value) > 1:
         first = int(value[0])
         last = int(value[-1])
-        if last - first == len(value) - 1 and bool((value.diff() == 1).all()):
+        if last - first == len(value) - 1 and (value.diff() == 1).all():
             return range(first, last + 1)
     return value
 

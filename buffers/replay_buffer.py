@@ -143,7 +143,9 @@ class ReplayBuffer(Facts):
         shared: bool = False,
         compilable: bool | None = None,
     ) -> None:
-        _check_parts(storage, sampler, writer, collate_fn)
+        _check_parts(storage, sampler, writer)
+        if collate_fn is not None:
+            function("collate_fn", collate_fn, "a function of a sample")
         if prefetch is not None:
             whole_number("prefetch", prefetch, 0)
         flags(shared=shared)
@@ -165,9 +167,8 @@ class ReplayBuffer(Facts):
         self.batch_size = batch_size
         last = self.storage.ndim - 1
         if dim_extend is None:
-            self.dim_extend = last
-        else:
-            self.dim_extend = whole_number("dim_extend", dim_extend, 0, last)
+            dim_extend = last
+        self.dim_extend = whole_number("dim_extend", dim_extend, 0, last)
         self.generator = cpu_generator(generator)
         if batch_size is not None:
             whole_number("batch_size", batch_size)
@@ -485,7 +486,7 @@ class ReplayBuffer(Facts):
 
         sample, info, _ = self.next_sample(batch_size)
         if return_info:
-            return (sample, info)
+            return sample, info
         return sample
 
     def __iter__(self) -> Iterator[Any]:
@@ -543,7 +544,7 @@ class ReplayBuffer(Facts):
 
     def _finish_sample(self, ended: bool, drawn: Drawn) -> Made:
         """Mark the rows and apply the transforms."""
-        (draw, values) = drawn
+        draw, values = drawn
         storage = self.storage
         index = positions(draw.slots, storage.lanes) if storage.lanes else draw.slots
         info = {"index": index, **draw.info}
@@ -1127,7 +1128,7 @@ class ReplayBuffer(Facts):
     def _empty_ring(self) -> Ring:
         """Return an empty ring whose numbers continue after all written rows; the next row goes to slot 0."""
         ring = self.ring
-        capacity = self.ring.capacity
+        capacity = ring.capacity
         # The new first row number: `written` rounded up to a multiple of the capacity, so that no number is reused.
         return self.writer.ring(capacity, self.index is not None, -(-ring.written // capacity) * capacity)
 
@@ -1300,7 +1301,8 @@ class ReplayBuffer(Facts):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         kept = {name: value for name, value in state.items() if name != "ahead"}
-        self.__dict__.update({"_home": os.getpid()} | kept)
+        self._home = os.getpid()  # unless it is in the state
+        self.__dict__.update(kept)
         self._make_locks(state.get("ahead", []))
 
         # A DataLoader worker can be recognised only at the first use: unpickling happens too early.
@@ -1343,12 +1345,7 @@ class ReplayBuffer(Facts):
         pickle_by_value(cls)
 
 
-def _check_parts(
-    storage: Storage | None,
-    sampler: Sampler | None,
-    writer: Writer | None,
-    collate_fn: Callable[[Any], Any] | None,
-) -> None:
+def _check_parts(storage: Storage | None, sampler: Sampler | None, writer: Writer | None) -> None:
     """Raise TypeError if a part given to a buffer is not of its kind."""
     if storage is not None:
         expect("storage", storage, Storage, "a storage such as LazyTensorStorage(max_size)")
@@ -1356,8 +1353,6 @@ def _check_parts(
         expect("sampler", sampler, Sampler, "a sampler such as RandomSampler()")
     if writer is not None:
         expect("writer", writer, Writer, "a writer such as RoundRobinWriter()")
-    if collate_fn is not None:
-        function("collate_fn", collate_fn, "a function of a sample")
 
 
 def torchrl_names(numbers: dict[str, int | float]) -> dict[str, int | float]:

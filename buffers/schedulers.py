@@ -42,7 +42,9 @@ class ParameterScheduler(ABC):
         if min_value > max_value:
             raise ValueError(f"min_value must be at most max_value, got {min_value} and {max_value}")
 
-        self.obj = obj.sampler if isinstance(obj, ReplayBuffer) else obj
+        if isinstance(obj, ReplayBuffer):
+            obj = obj.sampler
+        self.obj = obj
         self.param_name = expect("param_name", param_name, str, "the name of an attribute")
         if not hasattr(self.obj, param_name):
             raise AttributeError(f"obj must have an attribute {param_name!r}, got {type(self.obj).__name__}")
@@ -192,8 +194,9 @@ class SchedulerList:
     """
 
     def __init__(self, schedulers: ParameterScheduler | Iterable[ParameterScheduler]) -> None:
-        several = [schedulers] if isinstance(schedulers, ParameterScheduler) else schedulers
-        self.schedulers = list(expect("schedulers", several, (Sequence, Iterator), "a list of schedulers"))
+        if isinstance(schedulers, ParameterScheduler):
+            schedulers = [schedulers]
+        self.schedulers = list(expect("schedulers", schedulers, (Sequence, Iterator), "a list of schedulers"))
         for scheduler in self.schedulers:
             expect("each of schedulers", scheduler, ParameterScheduler, "a ParameterScheduler")
 

@@ -106,7 +106,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         if not has_priorities(self.sampler):
             return []
 
-        priorities: list[tuple[slice, Tensor]] = []
+        priorities = []
         column = rows.columns.get(self.priority_key)
         if column is not None:
             priorities.append((slice(None), column))
@@ -116,7 +116,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
                 priorities.append((slice(i, i + 1), value[None]))
 
         for part, priority in priorities:
-            if not bool(((priority >= 0) & (priority < math.inf)).all()):
+            if not ((priority >= 0) & (priority < math.inf)).all():
                 raise ValueError(
                     f"batch[{self.priority_key!r}] must be finite and not negative, got "
                     f"{float(priority.min())} ... {float(priority.max())} in rows "
@@ -187,7 +187,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
             )
 
         index = _one_each(index, dims, inner)
-        priority = priority.reshape(math.prod(priority.shape[:dims]), *priority.shape[dims:])
+        priority = _one_each(priority, dims, 0)
         if generation is not None:
             generation = _one_each(generation, dims, inner)
         self.update_priority(index, priority, generation)
@@ -221,7 +221,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         dtype: torch.dtype = torch.float,
         **options: Unpack[Options],
     ) -> None:
-        storage = ListStorage() if storage is None else storage
+        if storage is None:
+            storage = ListStorage()
         expect("storage", storage, Storage, "a storage such as LazyTensorStorage(max_size)")
         sampler = PrioritizedSampler(storage.most_rows, alpha, beta, eps, dtype)
         super().__init__(storage, sampler=sampler, **options)
@@ -259,7 +260,8 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
         reduction: str = "max",
         **options: Unpack[Options],
     ) -> None:
-        storage = ListStorage() if storage is None else storage
+        if storage is None:
+            storage = ListStorage()
         expect("storage", storage, Storage, "a storage such as LazyTensorStorage(max_size)")
         sampler = PrioritizedSampler(storage.most_rows, alpha, beta, eps, reduction=reduction)
         super().__init__(priority_key=priority_key, storage=storage, sampler=sampler, **options)
@@ -291,7 +293,7 @@ def _one_each(entry: Tensor, dims: int, inner: int) -> Tensor:
 
     first = items.flatten(1, inner)[:, 0]
     # All steps of an item must refer to the same stored item.
-    if not bool((items == _spread(first, items.shape[1 : 1 + inner])).all()):
+    if not (items == _spread(first, items.shape[1 : 1 + inner])).all():
         raise ValueError(
             f"data refers to several items of the buffer along its last {inner} batch dimensions, which must belong "
             "to one item: pass the sample in its original shape [N, T]"

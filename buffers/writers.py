@@ -161,7 +161,9 @@ class TensorDictMaxValueWriter(Writer):
     def __init__(
         self, rank_key: NestedKey | None = None, reduction: str = "sum", compilable: bool = False
     ) -> None:
-        self.rank_key: NestedKey = REWARD if rank_key is None else rank_key
+        if rank_key is None:
+            rank_key = REWARD
+        self.rank_key = rank_key
         self.reduction = one_of("reduction", reduction, _REDUCTIONS)
 
     def fits(self, storage: Storage, sampler: Sampler) -> None:
@@ -194,8 +196,9 @@ class TensorDictMaxValueWriter(Writer):
     def check(self, batch: object) -> None:
         """Raise TypeError unless ``batch`` is a tensordict or a list of them, KeyError if it has no rank."""
         check_tensordicts(batch, type(self).__name__, "their rank_key is what is compared")
-        items: list[Any] = batch if isinstance(batch, list) else [batch]
-        for item in items:
+        if not isinstance(batch, list):
+            batch = [batch]
+        for item in batch:
             require(item, self.rank_key)
 
     def check_change(self, data: object) -> None:
@@ -212,11 +215,8 @@ class TensorDictMaxValueWriter(Writer):
         # Items of a list may differ in shape and are reduced one by one; columns [N, ...] all at once.
         # Items of a list may differ in shape and are reduced one by one; columns [N, ...] all at once.
         parts = [item.get(self.rank_key)[None] for item in rows.items]
-        if not parts:
-            parts = [rows.columns[self.rank_key]]
-
         reduced = []
-        for part in parts:
+        for part in parts or [rows.columns[self.rank_key]]:
             values = part.detach().to("cpu", torch.float64)
             if values.ndim > 1:
                 values = getattr(values.flatten(1), _REDUCTIONS[self.reduction])(1)
@@ -226,7 +226,7 @@ class TensorDictMaxValueWriter(Writer):
 
         ranks = torch.cat(reduced)  # float64 [N]
         nan = ranks.isnan()
-        if bool(nan.any()):
+        if nan.any():
             raise ValueError(f"batch[{self.rank_key!r}] gives item {int(nan.nonzero()[0])} the rank NaN")
 
         return ring.choose(ranks)
@@ -237,8 +237,9 @@ _REDUCTIONS = {"sum": "sum", "max": "amax", "min": "amin", "mean": "mean", "medi
 
 def check_tensordicts(batch: object, who: str, instead: str) -> None:
     """Raise TypeError unless ``batch`` is a tensordict or a list of tensordicts."""
-    items = batch if isinstance(batch, list) else [batch]
-    for item in items:
+    if not isinstance(batch, list):
+        batch = [batch]
+    for item in batch:
         if not isinstance(item, TensorDictBase):
             raise TypeError(f"{who} takes tensordicts, got {type(item).__name__}: {instead}")
 
@@ -252,7 +253,7 @@ def check_rows(batch: TensorDictBase, ndim: int) -> None:
         return
 
     padding = ~marker(batch, MASK)
-    if bool(padding.any()):
+    if padding.any():
         raise ValueError(
             f"the batch has {int(padding.sum())} rows of padding, where batch[{MASK!r}] is False: extend with "
             'batch[batch["collector", "mask"]], or with flatroll.layout.join(batch) of split trajectories'
@@ -285,11 +286,11 @@ def _versions(data: object) -> dict[NestedKey, tuple[Tensor, int]]:
     if not isinstance(data, TensorDictBase):
         return {}
 
-    versions: dict[NestedKey, tuple[Tensor, int]] = {}
+    versions = {}
     for key, value in data.items(True, True):
         if isinstance(value, Tensor):
             version = 0 if value.is_inference() else value._version
-            versions[key] = (value, version)
+            versions[key] = value, version
     return versions
 
 

@@ -134,7 +134,14 @@ class Fragments(NamedTuple):
         if marker is None:
             marker = init
         if marker is None:
-            raise _no_marker_error(batch, keys)
+            if isinstance(batch, TensorDictBase):
+                present = batch.keys(True, True)
+            else:
+                present = batch.keys()
+            error = missing_marker(keys.is_init, present)
+            raise KeyError(
+                f"{error.args[0]}. Any one of {keys.is_init!r}, {keys.done!r}, {keys.traj!r} is enough"
+            )
 
         rows = marker.shape[0]
         mask = _read_marker(batch, MASK, True)
@@ -164,16 +171,6 @@ class Fragments(NamedTuple):
             step_first = step_first[:0]
             step_last = step_first
         return cls(rows, firsts, lasts, joined, names, first_init, last_done, step_first, step_last)
-
-
-def _no_marker_error(batch: Batch, keys: BoundaryKeys) -> KeyError:
-    """Return the error of a batch without any marker."""
-    if isinstance(batch, TensorDictBase):
-        present = batch.keys(True, True)
-    else:
-        present = batch.keys()
-    error = missing_marker(keys.is_init, present)
-    return KeyError(f"{error.args[0]}. Any one of {keys.is_init!r}, {keys.done!r}, {keys.traj!r} is enough")
 
 
 def _read_marker(batch: Batch, key: NestedKey, flags: bool) -> Tensor | None:

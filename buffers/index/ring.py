@@ -144,8 +144,8 @@ class Ring:
     def saved_rows(self) -> tuple[int, int]:
         """Numbers of a save's first row and of the row after its last; slot numbers if not `in_order`."""
         if self.in_order:
-            return (self.head, self.written)
-        return (0, self.used)
+            return self.head, self.written
+        return 0, self.used
 
     def claim(self, rows: int) -> int:
         """Drop the rows that the next ``rows`` rows will overwrite; return the first new row's number."""
@@ -243,7 +243,7 @@ class Ring:
         version = self.version
         self.check_not_empty()
         readable = self.numbers(slots, version[0]) < self.written
-        if not bool(readable.all()):
+        if not readable.all():
             if strict:
                 raise IndexError(
                     f"position {int(slots[~readable][0])} holds no row: its old row was dropped, and the new one "
@@ -270,10 +270,9 @@ class Ring:
             return True
 
         # Rows from head on are still in their slots; lower numbers have been dropped since the draw.
-        if draw.chosen is None:
-            read = draw.slots
-        else:
-            read = torch.cat([draw.slots, draw.chosen[1]])
+        read = draw.slots
+        if draw.chosen is not None:
+            read = torch.cat([read, draw.chosen[1]])
         return int(self.numbers(read, drawn_head).min()) >= head
 
     def state_dict(self) -> dict[str, Any]:

@@ -356,14 +356,12 @@ class TrajectoryIndex(Ring):
         begin[rows < least] = -1  # too short for a slice
 
         # By start, a trajectory yields its full slices and one shorter slice at each end.
-        if by == "trajectory":
-            most = len(chains)
-        else:
+        most = len(chains)
+        if by != "trajectory":
             most = int((rows // length).sum()) + 2 * len(chains)
 
         slices = np.empty((2, most), np.int64)
-        tables = self._state, self.capacity, self._fragments, self._chains
-        count = _kernels().starts.slice_partition(*tables, begin, length, by == "start", strict, slices)
+        count = _kernels().starts.slice_partition(*self.tables, begin, length, by == "start", strict, slices)
         if not count:
             raise self.too_short(length)
         return torch.from_numpy(slices[:, :count])
@@ -412,9 +410,8 @@ class TrajectoryIndex(Ring):
         claimed, count = self._claimed
 
         # If claim has just dropped these rows, only the trajectories that it shortened; otherwise all.
-        if head == claimed:
-            touched = self._touched[:count]
-        else:
+        touched = self._touched[:count]
+        if head != claimed:
             touched = np.arange(int(self._state["slots"][0]))
 
         slots = np.empty(len(touched), np.int64)
@@ -437,7 +434,7 @@ class TrajectoryIndex(Ring):
     @override
     def unchanged_since(self, draw: Draw) -> bool:
         state = self._state[0]
-        (drawn_head, drawn_taken) = draw.version
+        drawn_head, drawn_taken = draw.version
 
         # A released pool entry may be reused for another row's observation.
         if int(state["taken"]) != drawn_taken:
@@ -486,8 +483,8 @@ class TrajectoryIndex(Ring):
     def rows_at(self, chains: Array, positions: Array) -> Tensor:
         """Return the slots (int64 ``[N]``) of rows, given their trajectories and positions as of :meth:`extents`."""
         records = self._chains[chains]
-        slots = np.empty(len(chains), np.int64)
         count = len(chains)
+        slots = np.empty(count, np.int64)
         # One row each: from its offset in the chain to its position in the result.
         stretches = (
             records["last"],

@@ -278,9 +278,7 @@ class PrioritizedSampler(RandomSampler):
         generation = np.empty(count, np.int64)
         ratios = np.empty(count, np.float32)  # P / min P
         draw = priorities.kernels.draw
-        head = ring.head
-        capacity = ring.capacity
-        draw(tree.nodes, tree.levels, head, capacity, uniform, slots, ratios, generation)
+        draw(tree.nodes, tree.levels, ring.head, ring.capacity, uniform, slots, ratios, generation)
 
         weights = torch.from_numpy(ratios).pow_(-self._beta)
         return torch.from_numpy(slots), weights, torch.from_numpy(generation)
@@ -697,7 +695,10 @@ def _reduce(priority: Tensor, count: int, reduction: str) -> Tensor:
         raise ValueError(f"priority[{row}] is {values[row].tolist()}: priorities must be at least 0")
 
     reduced = getattr(values, reduction)(1)
-    return reduced if isinstance(reduced, Tensor) else reduced.values  # the median comes with its positions
+    if isinstance(reduced, Tensor):
+        return reduced
+    median: Tensor = reduced.values  # it comes with its positions
+    return median
 
 
 def _host_integers(name: str, values: Tensor) -> Array:

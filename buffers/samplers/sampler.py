@@ -81,10 +81,9 @@ class Freshness:
         if written > first:
             stored = ring.stored()
             # The newest rows by age: with a selecting writer, row numbers do not tell the slots.
+            new = stored
             if written - first < len(stored):
                 new = stored[len(stored) - (written - first) :]
-            else:
-                new = stored
             if len(new):
                 self.newest = max(self.newest, int(self.versions(new).max()))
             self._seen = written
@@ -116,7 +115,7 @@ class Freshness:
         version = ring.version  # read first, because other processes may write meanwhile
         least = self.look(ring)
 
-        kept = list[Tensor]()
+        kept = []
         missing = count
         for _ in range(_TRIES):
             slots = ring.uniform(missing, generator).slots
@@ -151,8 +150,8 @@ class Freshness:
         found = 0
         drawn = 0
         ask = count
-        starts = list[Tensor]()
-        lengths = list[Tensor]()
+        starts = []
+        lengths = []
         while found < count:
             if drawn > _MOST * count:
                 raise RuntimeError(

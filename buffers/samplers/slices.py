@@ -121,9 +121,10 @@ class SliceSampler(Sampler):
 
         if num_slices is None and slice_len is None:
             raise TypeError(f"{type(self).__name__} needs num_slices or slice_len")
-        for name, number in (("num_slices", num_slices), ("slice_len", slice_len)):
-            if number is not None:
-                whole_number(name, number)
+        if num_slices is not None:
+            whole_number("num_slices", num_slices)
+        if slice_len is not None:
+            whole_number("slice_len", slice_len)
         one_of("by", by, BY)
         flags(strict_length=strict_length, pad_output=pad_output, cache_values=cache_values, fill=fill)
         need_keys(
@@ -158,10 +159,9 @@ class SliceSampler(Sampler):
         self.pad_output = pad_output
         self.by: By = by
         spans(span, slice_len)
-        if isinstance(span, Sequence):
-            self.span = (span[0], span[1])
-        else:
-            self.span = (span, span)
+        if not isinstance(span, Sequence):
+            span = (span, span)
+        self.span = (span[0], span[1])
 
         self._storage: StoredColumns | None = None
 
@@ -361,9 +361,8 @@ def spans(span: Span, length: int | None) -> tuple[int, int]:
     if len(pair) != 2 or any(not isinstance(number, int) or number < 0 for number in pair):
         raise ValueError(f"span must be a bool, a number of rows or a pair of them, got {span!r}")
 
-    if length is None:
-        most = max(pair) + 1
-    else:
+    most = max(pair) + 1
+    if length is not None:
         most = length - 1
     if any(number is not True and number > most for number in pair):
         raise ValueError(f"span={span!r} leaves no row of a slice of {length}: use at most {most}, or True")
@@ -378,7 +377,7 @@ def spans(span: Span, length: int | None) -> tuple[int, int]:
 
 def pad_slices(draw: Draw, length: int, ring: Ring) -> Draw:
     """Pad slices to ``length`` rows by repeating the last row of each."""
-    (firsts, lasts) = bounds(draw)
+    firsts, lasts = bounds(draw)
     step = torch.arange(length)
     # [S, length]: positions in draw.slots, and whether they are rows of the slice
     at = torch.minimum(firsts[:, None] + step, lasts[:, None])
@@ -456,7 +455,7 @@ def fill(first: Draw, rows: int, more: Callable[[int], Draw]) -> Draw:
 
 def cut(draw: Draw, rows: int) -> Draw:
     """Keep the first ``rows`` rows of ``draw``, which has slices, enough rows and no padding."""
-    (firsts, lasts) = bounds(draw)
+    firsts, lasts = bounds(draw)
     kept = int(torch.searchsorted(firsts, rows))  # slices that begin before row number ``rows``
 
     follow = draw.follow

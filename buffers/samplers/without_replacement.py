@@ -87,16 +87,15 @@ class PassSampler(Sampler):
         if key[:2] == (ring.head, ring.written):  # otherwise a new pass begins
             self._check_rest(left, ring)
 
-    def _check_rest(self, left: Tensor, ring: Ring) -> None:
+    def _check_rest(self, left: Any, ring: Ring) -> None:
         """Raise ValueError unless ``left`` has stored rows or slices of them, each once."""
         slots = left[0] if self._form else left
         in_range = not len(slots) or 0 <= int(slots.min()) <= int(slots.max()) < ring.capacity
-        if not in_range or bool((ring.numbers(slots, ring.head) >= ring.written).any()):
+        if not in_range or (ring.numbers(slots, ring.head) >= ring.written).any():
             raise damaged("the rest of its pass over the rows has slots without a row")
 
-        has_empty_slice = bool(self._form) and bool((left[1] < 1).any())
-        distinct = slots.unique()  # type: ignore[no-untyped-call]  # torch leaves it so
-        if has_empty_slice or len(distinct) != len(slots):
+        has_empty_slice = self._form and (left[1] < 1).any()
+        if has_empty_slice or len(slots.unique()) != len(slots):
             raise damaged("the rest of its pass over the rows has a row twice, or an empty slice")
 
     @override

@@ -97,10 +97,9 @@ class Episodes:
         if all(said.tobytes() == now.tobytes() for said, now in pairs):
             return False
 
+        ended = self.fresh
         if row:
             ended = np.logical_or.reduce([given[key].rows[:, row - 1] for key in self._ends])
-        else:
-            ended = self.fresh
         return any(said[~ended].tobytes() != now[~ended].tobytes() for said, now in pairs)
 
     def mark(self, staged: Staged, first: int, stop: int) -> None:
@@ -156,10 +155,7 @@ class Episodes:
                     continue
                 self._trusted.add(key)
                 agrees[:, :at] = False  # in earlier steps every row begins an episode
-            if same is None:
-                same = agrees
-            else:
-                same = same & agrees
+            same = agrees if same is None else same & agrees
 
         if same is not None:
             alike = same & fresh

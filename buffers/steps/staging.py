@@ -132,9 +132,8 @@ class StagedColumn:
 def _as_tensor(key: NestedKey, value: Any, num_envs: int) -> Tensor:
     """Return the first value of an entry as a tensor ``[E, ...]``; see `StagedColumn.like` for the errors."""
     try:
-        if isinstance(value, Tensor):
-            first = value
-        else:
+        first: Tensor = value
+        if not isinstance(value, Tensor):
             first = torch.from_numpy(np.array(value))
     except TypeError:
         raise TypeError(f"step[{key!r}] must be a tensor or an array of numbers, got {value!r}") from None

@@ -102,7 +102,7 @@ class StepPositions:
 
         if count < 0:
             return None
-        return (torch.from_numpy(slots), waiting[:, :count])
+        return torch.from_numpy(slots), waiting[:, :count]
 
     def choose(
         self, places: Tensor, choose: Choose, ring: Ring, stored: int, filled: int, marks: Sequence[Array]
@@ -180,7 +180,7 @@ class StepCopies:
 
         # Columns that are copied as bytes are tensors.
         tensors = cast(dict[NestedKey, TensorColumn], storage.columns)
-        self._forms: list[tuple[torch.Size, tuple[int, ...], torch.dtype]] = []
+        forms = []
         sizes = []
         columns = []
         waiting = []
@@ -190,11 +190,12 @@ class StepCopies:
             if rows is None or (rows.dtype, rows.shape[1:]) != (column.dtype, column.shape[1:]):
                 return
             row = torch.empty((1, *column.shape[1:]), dtype=column.dtype, device="meta")
-            self._forms.append((row.shape[1:], row.stride(), row.dtype))
+            forms.append((row.shape[1:], row.stride(), row.dtype))
             sizes.append(row.numel() * row.element_size())
             columns.append(column.data_ptr())
             waiting.append(rows.data_ptr())
 
+        self._forms = forms
         self._columns: Array = np.array([columns, sizes, waiting], np.int64)
         self._at: Array = np.array([stored.index(key) for key in self._roots], np.int64)
         self.rows = _MOST // max(1, sum(sizes))
@@ -239,7 +240,7 @@ class StepCopies:
         target = np.array([copy.data_ptr() for copy in copies], np.int64)
 
         pooled = self._of[1]  # read here, because the pool's columns may grow and move
-        entries: dict[NestedKey, TensorColumn] = {}
+        entries = {}
         if pooled is not None:
             entries = cast(dict[NestedKey, TensorColumn], pooled.entries)
         pool: Array = np.array([entries[key].data.data_ptr() for key in self._roots], np.int64)

@@ -380,8 +380,9 @@ class StepWriter:
             RuntimeError: no step was written.
             ValueError: the batch size is missing.
         """
-        asked = self.buffer.batch_size if batch_size is None else batch_size
-        size = whole_number("batch_size", asked)
+        if batch_size is None:
+            batch_size = self.buffer.batch_size
+        size = whole_number("batch_size", batch_size)
         with self._lock:
             while True:
                 first = self._oldest() * self.num_envs
@@ -437,11 +438,11 @@ class StepWriter:
 
         self._mark(filled)
         choose = partial(chooser.choose, generator=buffer.generator)
-        marks: list[Array]
         if filled:
             marks = [self._staged[key].rows for key in (IS_INIT, TRAJ_IDS, DONE)]
         else:
-            marks = [np.zeros((1, 1), np.bool_), np.zeros((1, 1), np.int64), np.zeros((1, 1), np.bool_)]
+            flags = np.zeros((1, 1), np.bool_)
+            marks = [flags, np.zeros((1, 1), np.int64), flags]
         with buffer.lock:
             chosen = self._positions.choose(places, choose, buffer.ring, self.steps - filled, filled, marks)
         if chosen is None:
@@ -525,7 +526,7 @@ class StepWriter:
         taken = tail.take(at)
         device = getattr(self.buffer.storage, "device", "cpu")
 
-        columns: Columns = {}
+        columns = {}
         for key, column in tail.columns.items():
             values = taken[key] if key in taken else take_rows(column, at)
             columns[key] = values.to(device)

@@ -752,6 +752,7 @@ class ColumnStorage(Storage):
             finally:
                 if not self.columns:
                     self.lanes = before
+            # together: an interrupt must not leave what is known of other columns
             self.structure, self.known = structure_from_plain(state["structure"]), None
 
         for key, column in self.columns.items():
@@ -768,6 +769,7 @@ class ColumnStorage(Storage):
             column.load_state_dict(saved)
 
         if self.compact_obs:
+            # together: what is known depends on the pool
             self.pool, self.known = NextPool(list(state["pool"])), None
             self.pool.allocate(self.columns, self._own_keys)
             for key, column in self.pool.entries.items():

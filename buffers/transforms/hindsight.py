@@ -116,11 +116,11 @@ class HindsightTransform(Transform):
 
         self.goal_selection_strategy = goal_selection_strategy
         self.n_sampled_goal = n_sampled_goal
-        self.generator = cpu_generator(generator)
 
         self.goal_key = goal_key
         self.achieved_goal_key = achieved_goal_key
         self.reward_key = under_next(reward_key)
+        self.generator = cpu_generator(generator)
 
     def __repr__(self) -> str:
         return (
@@ -154,12 +154,8 @@ class HindsightTransform(Transform):
         at = at[which]
         count = count[which]
 
-        if self.goal_selection_strategy == "future":
-            lowest = at
-        elif self.goal_selection_strategy == "final":
-            lowest = count - 1
-        else:
-            lowest = np.zeros_like(at)
+        lowest_by = {"future": at, "final": count - 1, "episode": np.zeros_like(at)}
+        lowest = lowest_by[self.goal_selection_strategy]
         choices = count - lowest
         # uniform * choices may round up to choices
         offsets = np.minimum((uniform[1, which] * choices).astype(np.int64), choices - 1)
@@ -257,7 +253,7 @@ class HindsightTransform(Transform):
 
     def _goal_keys(self, columns: Columns) -> tuple[NestedKey, NestedKey]:
         """The entries of the desired goal and of the next achieved goal; KeyError if one is missing, or the reward."""
-        found: list[NestedKey] = []
+        found = []
         for name, given in (("desired_goal", self.goal_key), ("achieved_goal", self.achieved_goal_key)):
             nested: NestedKey = (OBSERVATION, name)
             if given is not None:
@@ -305,7 +301,7 @@ class HindsightTransform(Transform):
             info = {key: values.numpy(force=True) for key, values in info.items()}
 
         reward = columns[self.reward_key]
-        returned: object = self.reward_fn(reached, wanted, info)
+        returned = self.reward_fn(reached, wanted, info)
         values = self._check_result("reward_fn", returned, reward, len(rows))
         if not torch.can_cast(values.dtype, reward.dtype):
             raise TypeError(
@@ -322,9 +318,8 @@ class HindsightTransform(Transform):
         terminated = columns[TERMINATED]
         done = columns[DONE]
         # Without a truncated flag, a row that is done but not terminated was truncated.
-        if TRUNCATED in columns:
-            truncated = columns[TRUNCATED]
-        else:
+        truncated = columns.get(TRUNCATED)
+        if truncated is None:
             truncated = done & ~terminated
 
         returned = self.terminated_fn(reached, wanted, info)

@@ -83,13 +83,14 @@ class ToTensorImage(_ImageTransform):
         flags(unsqueeze=unsqueeze, shape_tolerant=shape_tolerant)
         if from_int is not None:
             flags(from_int=from_int)
-        if dtype is not None:
-            expect("dtype", dtype, torch.dtype, "a torch dtype or None")
+        if dtype is None:
+            dtype = torch.get_default_dtype()
+        expect("dtype", dtype, torch.dtype, "a torch dtype or None")
 
         self.from_int = from_int
         self.unsqueeze = unsqueeze
         self.shape_tolerant = shape_tolerant
-        self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        self.dtype = dtype
         if from_int is not False and not self.dtype.is_floating_point:  # images are divided by 255
             raise ValueError(f"dtype must be floating unless from_int=False, got {self.dtype}")
 
@@ -99,10 +100,9 @@ class ToTensorImage(_ImageTransform):
         Raises:
             ValueError: the images look like ``[..., 3, H, W]`` already.
         """
-        if self.from_int is None:
+        scale = self.from_int
+        if scale is None:
             scale = not value.is_floating_point()
-        else:
-            scale = self.from_int
 
         if not self.shape_tolerant and value.shape[-3] == 3 and value.shape[-1] > 4:
             raise ValueError(
@@ -160,7 +160,9 @@ class Resize(_ImageTransform):
             w, h = w
 
         self.w = whole_number("w", w)
-        self.h = self.w if h is None else whole_number("h", h)
+        if h is None:
+            h = self.w
+        self.h = whole_number("h", h)
         self.interpolation = one_of("interpolation", interpolation, _INTERPOLATIONS)
 
     def __repr__(self) -> str:
@@ -173,10 +175,9 @@ class Resize(_ImageTransform):
 
         # Integers up to 2 ** 24 are exact in float32; larger ones need float64. float16 has no kernel on some
         # devices.
+        wide = torch.float32
         if value.dtype in (torch.int32, torch.int64, torch.float64):
             wide = torch.float64
-        else:
-            wide = torch.float32
 
         images = value.reshape(-1, *value.shape[-3:]).to(wide)
         smooth = self.interpolation in ("bilinear", "bicubic")

@@ -55,21 +55,18 @@ class NStep(Transform):
 
         if reward_keys is None:
             reward_keys = "reward"
-        rewards: list[NestedKey]
-        if isinstance(reward_keys, str):
-            rewards = [reward_keys]
-        else:
+        if not isinstance(reward_keys, str):
             rewards = key_names("reward_keys", reward_keys)
+        else:
+            rewards = [reward_keys]
         if not rewards:
             raise ValueError("reward_keys must name at least one entry, got an empty list")
         self.reward_keys = [under_next(key) for key in rewards]
 
         if done_key is None:
             done_key = "done"
-        if mask_key is None:
-            mask_key = MASK
         self.done_key = under_next(done_key)
-        self.mask_key = mask_key
+        self.mask_key = MASK if mask_key is None else mask_key
         self._checked: frozenset[NestedKey] | None = None  # entries found to be complete
 
     @property
@@ -106,7 +103,7 @@ class NStep(Transform):
         # Entries under "next" come from the last row of the window. A delta there refers to that row's
         # observation: adding both gives the next observation.
         moved = [key for key in columns if as_tuple(key)[0] == NEXT and key not in rewards]
-        deltas: dict[NestedKey, NestedKey] = {}
+        deltas = {}
         for key in moved:
             if as_tuple(key)[:2] == DELTA:
                 deltas[key] = plain_key(as_tuple(key)[2:])
@@ -177,10 +174,9 @@ class NStep(Transform):
         sums: Columns = {}
         for key in self.reward_keys:
             values = window[key].reshape(rows, n, *window[key].shape[1:])
+            dtype = torch.float32
             if values.is_floating_point():
                 dtype = values.dtype
-            else:
-                dtype = torch.float32
             weight = (self.gamma ** torch.arange(n, device=device, dtype=torch.float64)).to(dtype)
             shape = (-1, n, *[1] * (values.ndim - 2))
             sums[key] = torch.where(used.view(shape), values * weight.view(shape), 0.0).sum(1)

@@ -124,9 +124,9 @@ class RandomCropTensorDict(Transform):
 
         mask = marker(td, self.mask_key).movedim(dim, -1)
         lengths = mask.sum(-1)
-        if bool((mask[..., 1:] & ~mask[..., :-1]).any()):
+        if (mask[..., 1:] & ~mask[..., :-1]).any():
             raise ValueError(f"batch[{self.mask_key!r}] must be True first and then False along time")
-        if bool((lengths < self.sub_seq_len).any()):
+        if (lengths < self.sub_seq_len).any():
             raise ValueError(
                 f"sub_seq_len={self.sub_seq_len} is longer than the shortest trajectory, which has "
                 f"{int(lengths.min())} real steps: leave such trajectories out when you store, or crop less"

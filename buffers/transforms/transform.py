@@ -395,8 +395,7 @@ def insert_transform(
 def check_transform(transform: object, name: str = "transform") -> None:
     """Raise TypeError unless ``transform``, passed as the argument ``name``, is a function or has ``forward``."""
     if isinstance(transform, type) or not (callable(transform) or hasattr(transform, "forward")):
+        got = type(transform).__name__
         if isinstance(transform, type):
             got = f"the class {transform.__name__}"
-        else:
-            got = type(transform).__name__
         raise TypeError(f"{name} must have forward(td) or be a function of td, got {got}")
