@@ -33,7 +33,7 @@ from flatroll.disk import DamagedFileError, Folder, LoadedVersion, Version
 from flatroll.disk.checkpoint import Apply, Others, SaveOptions, read_tree
 from flatroll.disk.manifest import read_manifest
 from flatroll.disk.state_tree import Packer, damaged
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import check_whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import NestedKey, require
 from flatroll.layout.tensordict_seam import nest
@@ -185,7 +185,7 @@ class SamplerEnsemble(_Parts[Sampler]):
     def num_buffer_sampled(self, value: int | None) -> None:
         if value is None:
             value = len(self)
-        count = whole_number("num_buffer_sampled", value)
+        count = check_whole_number("num_buffer_sampled", value)
         self._check_choice(count != len(self))
         self._num_buffer_sampled = count
 

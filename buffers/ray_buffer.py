@@ -11,7 +11,7 @@ from torch import Tensor
 from flatroll.buffers.replay_buffer import ReplayBuffer
 from flatroll.buffers.transforms.transform import Transform
 from flatroll.buffers.writers import has_priorities
-from flatroll.layout.checks import seed_number, whole_number
+from flatroll.layout.checks import check_seed, check_whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.sharing.ray_calls import Calls, RayCalls, attempt, pack_batches, put_named, unpack_batches
 from flatroll.sharing.worker import Failure, WorkerDied
@@ -45,7 +45,7 @@ class BufferActor:
     def _start(self, kind: Callable[..., Any], parts: Mapping[str, Any], options: dict[str, Any]) -> None:
         seed = options.pop("seed")
         if seed is not None:
-            options["generator"] = torch.Generator().manual_seed(seed_number("seed", seed))
+            options["generator"] = torch.Generator().manual_seed(check_seed("seed", seed))
         self._buffer = kind(**{name: make() for name, make in parts.items()}, **options)
 
     def run(self, method: str, *arguments: Any) -> Any:
@@ -157,7 +157,7 @@ class RayReplayBuffer(Facts):
                 )
 
         if prefetch:
-            whole_number("prefetch", prefetch)
+            check_whole_number("prefetch", prefetch)
             if batch_size is None:
                 raise ValueError("prefetch needs a batch_size: samples are drawn ahead")
 

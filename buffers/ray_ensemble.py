@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flatroll.buffers.ensemble import collate_members, set_ids
 from flatroll.buffers.ray_buffer import RayReplayBuffer, Weight
-from flatroll.layout.checks import one_of, whole_number
+from flatroll.layout.checks import check_choice, check_whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import ID_BITS, TRAJ_IDS
 from flatroll.sharing.worker import WorkerDied
@@ -67,10 +67,10 @@ class RayReplayBufferEnsemble(Facts):
             raise TypeError(f"shards must be RayReplayBuffers, at least one, got {got}")
 
         if prefetch:
-            whole_number("prefetch", prefetch)
+            check_whole_number("prefetch", prefetch)
             if batch_size is None:
                 raise ValueError("prefetch needs a batch_size: samples are drawn ahead")
-        one_of("on_loss", on_loss, ("raise", "drop"))
+        check_choice("on_loss", on_loss, ("raise", "drop"))
 
         self.shards = shards
         self.batch_size = batch_size
@@ -214,7 +214,7 @@ class RayReplayBufferEnsemble(Facts):
             batch_size = self.batch_size
         if batch_size is None:
             raise ValueError("batch_size must be given to RayReplayBufferEnsemble(...) or to sample(...)")
-        whole_number("batch_size", batch_size)
+        check_whole_number("batch_size", batch_size)
 
         if self.prefetch and batch_size == self.batch_size:
             while len(self._under_way) <= self.prefetch:

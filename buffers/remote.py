@@ -1,4 +1,4 @@
-"""Replay buffers for other processes: a `BufferHandle` is the client, an `Owner` the server, `Post` the channel.
+"""Replay buffers for other processes: a `BufferHandle` is the client, an `Owner` the server, `Connection` the channel.
 
 Each end sends one value and then waits for one. Large tensors travel through shared memory, small ones in the message.
 """
@@ -21,9 +21,9 @@ from flatroll.buffers.storages.column_storage import ColumnStorage
 from flatroll.buffers.storages.positions import Index
 from flatroll.buffers.transforms.transform import TransformLike, changes_stored
 from flatroll.sharing.block import Key, dtype_name
-from flatroll.sharing.channel import Channel, Closed, Door, forget_in_children
+from flatroll.sharing.channel import Channel, Closed, Listener, forget_in_children
 from flatroll.sharing.mailbox import BLOCK, WINDOW, Inbox, Outbox, pack, unpack
-from flatroll.sharing.worker import WorkerTraceback, portable
+from flatroll.sharing.worker import WorkerTraceback, portable_error
 
 #: Methods that a handle may call.
 CALLS = frozenset(
@@ -66,7 +66,7 @@ class Served(Protocol):
         ...
 
 
-class Post:
+class Connection:
     """One end of a channel between the owner of a buffer and a client.
 
     Each end sends one value and then waits for one. A received value therefore confirms that the last sent one was
@@ -193,11 +193,11 @@ class BufferHandle:
     flatroll.buffers.remote.OwnerGoneError: the owner of this shared buffer is gone: its process has ended, ...
     """
 
-    def __init__(self, door: Door, owner: int, here: Callable[[], Served | None] | None = None) -> None:
+    def __init__(self, door: Listener, owner: int, here: Callable[[], Served | None] | None = None) -> None:
         self.door = door
         self._owner = owner
         self._here = here
-        self.post: Post | None = None  # this process's channel, opened by its first call
+        self.post: Connection | None = None  # this process's channel, opened by its first call
         self._lock = threading.Lock()
         forget_in_children(self)
 
@@ -291,7 +291,7 @@ class BufferHandle:
         with self._lock:
             try:
                 if self.post is None:
-                    self.post = Post(Channel(self.door.enter()))
+                    self.post = Connection(Channel(self.door.enter()))
                 self.post.send((name, arguments, options))
                 outcome, value, trace = self.post.receive()
             except (Closed, ConnectionError):
@@ -339,7 +339,7 @@ def shortened(value: Any) -> Any:
     return value
 
 
-def send_quietly(post: Post, *answer: Any) -> None:
+def send_quietly(post: Connection, *answer: Any) -> None:
     """Send an answer; do nothing if the client is gone."""
     with suppress(Closed):
         post.send(answer)
@@ -360,9 +360,9 @@ class Owner:
         self._closed = False
         self._buffer = weakref.ref(buffer)
 
-        self._inside, outside = Door.pair()
+        self._inside, outside = Listener.pair()
         self.handle = BufferHandle(outside, self.process, self._buffer)
-        self.clients: dict[int, Post] = {}  # by descriptor
+        self.clients: dict[int, Connection] = {}  # by descriptor
 
         self._poll = select.poll()
         self._poll.register(self._inside.fileno(), select.POLLIN)
@@ -399,7 +399,7 @@ class Owner:
                     if descriptor == door:
                         entered = self._inside.admit()
                         if entered is not None:  # a valid client
-                            self.clients[entered] = Post(Channel(entered))
+                            self.clients[entered] = Connection(Channel(entered))
                             self._poll.register(entered, select.POLLIN)
                     elif descriptor in self.clients:
                         self._hear(descriptor)
@@ -418,13 +418,13 @@ class Owner:
             if not post.channel.ended:
                 return
         except BaseException as error:  # reading failed, so the start of the next message is unknown
-            send_quietly(post, LOST, portable(error), traceback.format_exc())
+            send_quietly(post, LOST, portable_error(error), traceback.format_exc())
 
         self._poll.unregister(descriptor)
         del self.clients[descriptor]
         post.channel.close()
 
-    def _answer(self, post: Post, kind: str, content: Any) -> None:
+    def _answer(self, post: Connection, kind: str, content: Any) -> None:
         """Execute a message; the buffer's errors are sent to the client."""
         buffer = self._buffer()
 
@@ -443,13 +443,13 @@ class Owner:
         except BaseException as error:
             trace = traceback.format_exc()
             # Without the frames, which refer to the buffer.
-            answer = FAILED, portable(error).with_traceback(None), trace
+            answer = FAILED, portable_error(error).with_traceback(None), trace
         del buffer
 
         try:
             send_quietly(post, *answer)
         except BaseException as error:  # the result cannot be sent
-            send_quietly(post, FAILED, portable(error), traceback.format_exc())
+            send_quietly(post, FAILED, portable_error(error), traceback.format_exc())
 
 
 class Service:

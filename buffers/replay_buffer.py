@@ -17,7 +17,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 
 from flatroll.buffers.checkpointers.own_files import OwnFiles
-from flatroll.buffers.checkpointers.rows import Checkpointer, checkpointer_of, checkpointer_with_hooks
+from flatroll.buffers.checkpointers.rows import Checkpointer, checkpointer_with_hooks, find_checkpointer
 from flatroll.buffers.checkpointers.saving import SavedFolders
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Ring
@@ -28,20 +28,20 @@ from flatroll.buffers.remote import BufferHandle, Service
 from flatroll.buffers.samplers.sampler import RandomSampler, Sampler
 from flatroll.buffers.sharing import pickle_by_value, reseed_in_worker
 from flatroll.buffers.steps.writer import StepWriter
-from flatroll.buffers.storages.item_kinds import TensorDicts, batched, dense, entry, map_rows, not_flat
+from flatroll.buffers.storages.item_kinds import TensorDicts, batched, dense, entry, map_rows, not_flat_error
 from flatroll.buffers.storages.list import ListStorage
-from flatroll.buffers.storages.positions import Index, in_shape, positions, slots_at, slots_of
-from flatroll.buffers.storages.storage import Rows, Storage, other_capacity
+from flatroll.buffers.storages.positions import Index, find_slots, in_shape, positions, slots_at
+from flatroll.buffers.storages.storage import Rows, Storage, other_capacity_error
 from flatroll.buffers.transforms.transform import (
     TransformLike,
     apply,
     check_row_count,
     check_transform,
-    chooser_of,
     insert_transform,
-    looks_ahead,
+    lookahead,
+    needs_trajectory,
     read_others,
-    reads_others,
+    row_chooser,
 )
 from flatroll.buffers.writers import RoundRobinWriter, Writer, before_storing, check_rows
 from flatroll.disk import LoadedVersion, Version
@@ -50,14 +50,14 @@ from flatroll.disk.state_tree import Packer, from_plain, to_plain
 from flatroll.layout.checks import (
     SCALED,
     as_numbers,
-    cpu_generator,
-    expect,
-    file_path,
-    flags,
-    function,
-    need_tensors,
+    check_cpu_generator,
+    check_flags,
+    check_function,
+    check_path,
+    check_tensors,
+    check_type,
+    check_whole_number,
     warn_of_scales,
-    whole_number,
 )
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import MASK, NestedKey
@@ -145,12 +145,12 @@ class ReplayBuffer(Facts):
     ) -> None:
         _check_parts(storage, sampler, writer)
         if collate_fn is not None:
-            function("collate_fn", collate_fn, "a function of a sample")
+            check_function("collate_fn", collate_fn, "a function of a sample")
         if prefetch is not None:
-            whole_number("prefetch", prefetch, 0)
-        flags(shared=shared)
+            check_whole_number("prefetch", prefetch, 0)
+        check_flags(shared=shared)
         if compilable is not None:
-            flags(compilable=compilable)
+            check_flags(compilable=compilable)
 
         self.storage: Storage = ListStorage() if storage is None else storage
         if shared and not self.storage.by_reference:
@@ -168,10 +168,10 @@ class ReplayBuffer(Facts):
         last = self.storage.ndim - 1
         if dim_extend is None:
             dim_extend = last
-        self.dim_extend = whole_number("dim_extend", dim_extend, 0, last)
-        self.generator = cpu_generator(generator)
+        self.dim_extend = check_whole_number("dim_extend", dim_extend, 0, last)
+        self.generator = check_cpu_generator(generator)
         if batch_size is not None:
-            whole_number("batch_size", batch_size)
+            check_whole_number("batch_size", batch_size)
         if batch_size is not None or prefetch:
             self.sampler.check(batch_size)
 
@@ -213,8 +213,8 @@ class ReplayBuffer(Facts):
             ValueError: there are fewer than ``index`` transforms, or a second `HindsightTransform`.
         """
         check_transform(transform)
-        flags(invert=invert)
-        if not invert and reads_others(transform) and self.started and self.index is None:
+        check_flags(invert=invert)
+        if not invert and needs_trajectory(transform) and self.started and self.index is None:
             raise RuntimeError(
                 f"{type(transform).__name__} follows trajectories, which were not tracked for the rows stored "
                 "so far: append it before the first extend, or pass it to ReplayBuffer(transform=...)"
@@ -318,10 +318,10 @@ class ReplayBuffer(Facts):
             self.markers = self.sampler.boundary_keys(data)
             if self.markers is None and needs_index is not None:
                 # If only compact_obs needs the index, trajectories are not tracked, and rows may come in any order.
-                in_order = self.sampler.needs_index or any(map(reads_others, self.transforms))
+                in_order = self.sampler.needs_index or any(map(needs_trajectory, self.transforms))
                 self.markers = replace(BoundaryKeys.probe(data), in_order=in_order)
             if self.markers is not None and data.batch_dims != 1:
-                raise not_flat(data)
+                raise not_flat_error(data)
         elif (needs_index is not None and not self.storage.compact_obs) or self.sampler.freshness:
             part = needs_index or "max_policy_lag"
             followed = "trajectories" if needs_index else "policy versions"
@@ -447,10 +447,10 @@ class ReplayBuffer(Facts):
             IndexError: a position outside the storage.
         """
         self._enter_to_write()
-        slots = slots_of(index, self.storage.lanes)
+        slots = find_slots(index, self.storage.lanes)
         priorities = as_numbers("priority", priority)
         if generation is not None:
-            need_tensors(generation=generation)
+            check_tensors(generation=generation)
 
         with self.lock:
             self.sampler.update_priority(self.ring, slots, priorities, generation)
@@ -459,7 +459,7 @@ class ReplayBuffer(Facts):
         """Reset the priorities of rows to that of new rows; does nothing for samplers without priorities."""
         self._enter_to_write()
         with self.lock:
-            self.sampler.mark_update(self.ring, slots_of(index, self.storage.lanes))
+            self.sampler.mark_update(self.ring, find_slots(index, self.storage.lanes))
 
     # -- reading -----------------------------------------------------------------------------------------------
 
@@ -482,7 +482,7 @@ class ReplayBuffer(Facts):
             ValueError: the batch size is missing or does not fit the sampler.
         """
         if return_info is not False and return_info is not True:
-            flags(return_info=return_info)
+            check_flags(return_info=return_info)
 
         sample, info, _ = self.next_sample(batch_size)
         if return_info:
@@ -503,7 +503,7 @@ class ReplayBuffer(Facts):
 
         size = self.batch_size if batch_size is None else batch_size
         if size is not None and (type(size) is not int or not 0 < size < 2**63):
-            size = whole_number("batch_size", size)
+            size = check_whole_number("batch_size", size)
         size = self.sampler.check(size)
 
         # Prefetched samples have the buffer's batch size; other sizes are drawn directly.
@@ -532,11 +532,11 @@ class ReplayBuffer(Facts):
             draw = ring.draw_slots(slots, strict, self.storage.compact_obs)
 
         if self.transforms and isinstance(ring, TrajectoryIndex):
-            steps = max(map(looks_ahead, self.transforms))
+            steps = max(map(lookahead, self.transforms))
             if steps:
                 draw.ahead = ring.ahead(draw.slots, steps)
 
-            chooser = chooser_of(self.transforms)
+            chooser = row_chooser(self.transforms)
             if chooser is not None:
                 draw.chosen = ring.choose(draw, partial(chooser.choose, generator=self.generator))
 
@@ -699,7 +699,7 @@ class ReplayBuffer(Facts):
 
         Copies and pickles keep the spec; saved states do not, so call it again after a load.
         """
-        self.noted_spec = expect("spec", spec, Composite, "a Composite such as collector.spec")
+        self.noted_spec = check_type("spec", spec, Composite, "a Composite such as collector.spec")
 
     def noted_space(self, key: NestedKey) -> Any:
         """Return the Gymnasium space of one row of an entry from `note_spec`; None if unknown."""
@@ -788,7 +788,7 @@ class ReplayBuffer(Facts):
         with it (except for custom objects in a `ListStorage`). It does not contain transforms.
         """
         self.enter_process()
-        ahead = self.made_ahead()
+        ahead = self.prefetched()
 
         with self.write_lock, self.lock:
             rows = self.storage.state_dict(self.ring.used, self.ring.pool_size)
@@ -812,7 +812,7 @@ class ReplayBuffer(Facts):
                 inconsistent).
             MemoryError, OSError: the storage had no rows yet, and they do not fit in memory or on the disk.
         """
-        expect("state", state, Mapping, "what state_dict returned")
+        check_type("state", state, Mapping, "what state_dict returned")
         self._load(dict(state))
 
     def _load(self, state: dict[str, Any], ring: Ring | None = None, checked_for: Ring | None = None) -> None:
@@ -820,7 +820,7 @@ class ReplayBuffer(Facts):
         self.enter_process()
         if self._prefetcher is not None:
             self._prefetcher.wait()  # pending reads of rows that will be overwritten must finish first
-        state = _tables_of(state)
+        state = _convert_tables(state)
 
         with self.write_lock, self.lock:
             if ring is None or checked_for is not self.ring:
@@ -903,9 +903,9 @@ class ReplayBuffer(Facts):
         >>> other[:]
         tensor([0, 1, 2])
         """
-        flags(sync=sync, overwrite=overwrite, wait=wait)
-        options = SaveOptions(sync, whole_number("keep", keep), overwrite)
-        folder = file_path("path", path).absolute()
+        check_flags(sync=sync, overwrite=overwrite, wait=wait)
+        options = SaveOptions(sync, check_whole_number("keep", keep), overwrite)
+        folder = check_path("path", path).absolute()
         self.saves.dumps(partial(self.save_version, folder, {}, options), wait)
 
     def loads(
@@ -927,11 +927,11 @@ class ReplayBuffer(Facts):
             ValueError: the storage's capacity, kind or entries differ (the message says how to load it anyway), files
                 are damaged, or the folder is from a later version of the package.
         """
-        flags(strict=strict)
+        check_flags(strict=strict)
         if version is not None:
-            whole_number("version", version)
+            check_whole_number("version", version)
 
-        folder = file_path("path", path)
+        folder = check_path("path", path)
         self.saves.join()
         _, apply = self.load_version(folder, version, strict)
         apply()
@@ -967,12 +967,12 @@ class ReplayBuffer(Facts):
         self._store_steps()
         packer = Packer()
         packer.add("others", dict(others))  # refuse unsupported values before writing rows
-        checkpointer = checkpointer_of(self.storage)
+        checkpointer = find_checkpointer(self.storage)
 
         # Block writers until everything is copied, because they may write rows out of order, or the first
         # rows with a new ring.
         alone = not self.ring.in_order or not self.started
-        ahead = self.made_ahead() if alone else []
+        ahead = self.prefetched() if alone else []
         outer_lock = self.write_lock if alone else nullcontext()
         inner_lock = nullcontext() if alone else self.write_lock
         with outer_lock:
@@ -986,7 +986,7 @@ class ReplayBuffer(Facts):
                 save.begin(rows)
                 if not alone:
                     # Without a lock, because the prefetching threads may wait for it.
-                    ahead = self.made_ahead()
+                    ahead = self.prefetched()
 
                 with inner_lock:
                     if ring is not self.ring:
@@ -1004,7 +1004,7 @@ class ReplayBuffer(Facts):
     def load_version(self, path: Path, number: int | None, strict: bool) -> tuple[Others, Apply]:
         """Read and check a version; return the values saved with the buffer, and a function that loads the rest."""
         self.enter_process()
-        checkpointer = checkpointer_of(self.storage)
+        checkpointer = find_checkpointer(self.storage)
         saved = self.saves.of(path)
 
         @reading_tables()
@@ -1052,7 +1052,7 @@ class ReplayBuffer(Facts):
 
     def saved_versions(self, path: Path) -> list[int]:
         """Return the numbers of the versions in a folder, the newest first."""
-        return checkpointer_of(self.storage).versions(path)
+        return find_checkpointer(self.storage).versions(path)
 
     def tables(self, ahead: list[Any]) -> dict[str, Any]:
         """Return the state without the rows; ``ahead`` are prefetched samples. The caller holds both locks."""
@@ -1070,7 +1070,7 @@ class ReplayBuffer(Facts):
             "ahead": ahead,
         }
 
-    def made_ahead(self) -> list[Any]:
+    def prefetched(self) -> list[Any]:
         """Return copies of the prefetched samples; waits for pending ones."""
         if self._prefetcher is None:
             return []
@@ -1078,7 +1078,7 @@ class ReplayBuffer(Facts):
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise the error of :meth:`load_state_dict` if ``state`` cannot be loaded; change nothing."""
-        state = _tables_of(state)
+        state = _convert_tables(state)
         with self.write_lock, self.lock:
             self._check_state(state)
 
@@ -1116,9 +1116,9 @@ class ReplayBuffer(Facts):
                 "like the saved one, and extend this buffer with other.oldest_first()"
             )
 
-        capacity = whole_number("capacity", state["ring"]["capacity"])
+        capacity = check_whole_number("capacity", state["ring"]["capacity"])
         if capacity > self.storage.most_rows:  # before allocating tables of that size
-            raise other_capacity(capacity, self.storage.max_size)
+            raise other_capacity_error(capacity, self.storage.max_size)
 
         ring = self.writer.ring(capacity, state["keys"] is not None)
         ring.load_state_dict(state["ring"])
@@ -1144,7 +1144,7 @@ class ReplayBuffer(Facts):
             return type(self.sampler).__name__
 
         for transform in self.transforms:
-            if reads_others(transform):
+            if needs_trajectory(transform):
                 return type(transform).__name__
         if self.storage.compact_obs:
             return "compact_obs=True"
@@ -1287,7 +1287,7 @@ class ReplayBuffer(Facts):
         """
         self.enter_process()
         self._store_steps()
-        ahead = self.made_ahead()
+        ahead = self.prefetched()
 
         state = {name: value for name, value in self.__dict__.items() if name not in _PER_PROCESS}
         state["ahead"] = ahead
@@ -1313,7 +1313,7 @@ class ReplayBuffer(Facts):
         """Return a consistent copy, even while other threads write; see `__getstate__`."""
         self.enter_process()
         self._store_steps()
-        ahead = self.made_ahead()
+        ahead = self.prefetched()
 
         other = object.__new__(type(self))
         memo[id(self)] = other
@@ -1348,11 +1348,11 @@ class ReplayBuffer(Facts):
 def _check_parts(storage: Storage | None, sampler: Sampler | None, writer: Writer | None) -> None:
     """Raise TypeError if a part given to a buffer is not of its kind."""
     if storage is not None:
-        expect("storage", storage, Storage, "a storage such as LazyTensorStorage(max_size)")
+        check_type("storage", storage, Storage, "a storage such as LazyTensorStorage(max_size)")
     if sampler is not None:
-        expect("sampler", sampler, Sampler, "a sampler such as RandomSampler()")
+        check_type("sampler", sampler, Sampler, "a sampler such as RandomSampler()")
     if writer is not None:
-        expect("writer", writer, Writer, "a writer such as RoundRobinWriter()")
+        check_type("writer", writer, Writer, "a writer such as RoundRobinWriter()")
 
 
 def torchrl_names(numbers: dict[str, int | float]) -> dict[str, int | float]:
@@ -1362,7 +1362,7 @@ def torchrl_names(numbers: dict[str, int | float]) -> dict[str, int | float]:
     return {"size": rows, "write_count": numbers["rows_written"], "utilization": rows / capacity}
 
 
-def _tables_of(state: dict[str, Any]) -> dict[str, Any]:
+def _convert_tables(state: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict with its tables in the form that the buffer's parts expect."""
     found = state | {name: from_plain(state[name]) for name in ("ring", "ahead") if name in state}
     if not isinstance(found.get("ring"), dict | None):

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll.buffers.replay_buffer import ReplayBuffer
-from flatroll.layout.checks import expect, function, number, one_of, whole_number
+from flatroll.layout.checks import check_choice, check_function, check_number, check_type, check_whole_number
 
 
 class ParameterScheduler(ABC):
@@ -34,24 +34,24 @@ class ParameterScheduler(ABC):
         if min_value is None:
             min_value = -math.inf
         else:
-            number("min_value", min_value, below=math.inf)
+            check_number("min_value", min_value, below=math.inf)
         if max_value is None:
             max_value = math.inf
         else:
-            number("max_value", max_value, above=-math.inf)
+            check_number("max_value", max_value, above=-math.inf)
         if min_value > max_value:
             raise ValueError(f"min_value must be at most max_value, got {min_value} and {max_value}")
 
         if isinstance(obj, ReplayBuffer):
             obj = obj.sampler
         self.obj = obj
-        self.param_name = expect("param_name", param_name, str, "the name of an attribute")
+        self.param_name = check_type("param_name", param_name, str, "the name of an attribute")
         if not hasattr(self.obj, param_name):
             raise AttributeError(f"obj must have an attribute {param_name!r}, got {type(self.obj).__name__}")
 
         self.min_value = min_value
         self.max_value = max_value
-        self.initial_value = float(number(param_name, getattr(self.obj, param_name)))
+        self.initial_value = float(check_number(param_name, getattr(self.obj, param_name)))
         self.steps = 0
 
     @abstractmethod
@@ -99,7 +99,7 @@ class LambdaScheduler(ParameterScheduler):
         max_value: float | None = None,
     ) -> None:
         super().__init__(obj, param_name, min_value, max_value)
-        self.lambda_fn = function("lambda_fn", lambda_fn, "a function of the number of steps")
+        self.lambda_fn = check_function("lambda_fn", lambda_fn, "a function of the number of steps")
 
     @override
     def value(self, current: float) -> float:
@@ -127,8 +127,8 @@ class LinearScheduler(ParameterScheduler):
 
     def __init__(self, obj: Any, param_name: str, final_value: float, num_steps: int) -> None:
         super().__init__(obj, param_name)
-        self.final_value = float(number("final_value", final_value, above=-math.inf, below=math.inf))
-        self.num_steps = whole_number("num_steps", num_steps)
+        self.final_value = float(check_number("final_value", final_value, above=-math.inf, below=math.inf))
+        self.num_steps = check_whole_number("num_steps", num_steps)
 
     @override
     def value(self, current: float) -> float:
@@ -166,9 +166,9 @@ class StepScheduler(ParameterScheduler):
         max_value: float | None = None,
     ) -> None:
         super().__init__(obj, param_name, min_value, max_value)
-        self.gamma = float(number("gamma", gamma, above=-math.inf, below=math.inf))
-        self.n_steps = whole_number("n_steps", n_steps)
-        self.mode = one_of("mode", mode, ("multiplicative", "additive"))
+        self.gamma = float(check_number("gamma", gamma, above=-math.inf, below=math.inf))
+        self.n_steps = check_whole_number("n_steps", n_steps)
+        self.mode = check_choice("mode", mode, ("multiplicative", "additive"))
 
     @override
     def value(self, current: float) -> float:
@@ -196,9 +196,11 @@ class SchedulerList:
     def __init__(self, schedulers: ParameterScheduler | Iterable[ParameterScheduler]) -> None:
         if isinstance(schedulers, ParameterScheduler):
             schedulers = [schedulers]
-        self.schedulers = list(expect("schedulers", schedulers, (Sequence, Iterator), "a list of schedulers"))
+        self.schedulers = list(
+            check_type("schedulers", schedulers, (Sequence, Iterator), "a list of schedulers")
+        )
         for scheduler in self.schedulers:
-            expect("each of schedulers", scheduler, ParameterScheduler, "a ParameterScheduler")
+            check_type("each of schedulers", scheduler, ParameterScheduler, "a ParameterScheduler")
 
     def append(self, scheduler: ParameterScheduler) -> None:
         """Add a scheduler."""

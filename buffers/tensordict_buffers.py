@@ -18,7 +18,7 @@ from flatroll.buffers.storages.list import ListStorage
 from flatroll.buffers.storages.storage import Rows, Storage
 from flatroll.buffers.transforms.transform import TransformLike
 from flatroll.buffers.writers import TensorDictRoundRobinWriter, Writer, check_tensordicts, has_priorities
-from flatroll.layout.checks import expect, need_keys
+from flatroll.layout.checks import check_keys, check_type
 from flatroll.layout.keys import NestedKey
 
 _INDEX = "index"
@@ -79,7 +79,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         sampler: Sampler | None = None,
         **options: Unpack[Options],
     ) -> None:
-        need_keys(priority_key=priority_key)
+        check_keys(priority_key=priority_key)
         self.priority_key = priority_key
         if options.get("writer") is None:
             options["writer"] = TensorDictRoundRobinWriter()
@@ -223,7 +223,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     ) -> None:
         if storage is None:
             storage = ListStorage()
-        expect("storage", storage, Storage, "a storage such as LazyTensorStorage(max_size)")
+        check_type("storage", storage, Storage, "a storage such as LazyTensorStorage(max_size)")
         sampler = PrioritizedSampler(storage.most_rows, alpha, beta, eps, dtype)
         super().__init__(storage, sampler=sampler, **options)
 
@@ -262,7 +262,7 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
     ) -> None:
         if storage is None:
             storage = ListStorage()
-        expect("storage", storage, Storage, "a storage such as LazyTensorStorage(max_size)")
+        check_type("storage", storage, Storage, "a storage such as LazyTensorStorage(max_size)")
         sampler = PrioritizedSampler(storage.most_rows, alpha, beta, eps, reduction=reduction)
         super().__init__(priority_key=priority_key, storage=storage, sampler=sampler, **options)
 

@@ -14,7 +14,7 @@ from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.samplers.sampler import Sampler, overrides
 from flatroll.buffers.storages.storage import Rows, Storage
 from flatroll.buffers.transforms.transform import TransformLike, apply_inverses
-from flatroll.layout.checks import one_of
+from flatroll.layout.checks import check_choice
 from flatroll.layout.keys import MASK, REWARD, NestedKey, marker, require, without_next
 
 
@@ -164,7 +164,7 @@ class TensorDictMaxValueWriter(Writer):
         if rank_key is None:
             rank_key = REWARD
         self.rank_key = rank_key
-        self.reduction = one_of("reduction", reduction, _REDUCTIONS)
+        self.reduction = check_choice("reduction", reduction, _REDUCTIONS)
 
     def fits(self, storage: Storage, sampler: Sampler) -> None:
         """Raise ValueError for storages of several dimensions, TypeError for samplers that follow writes."""

@@ -117,7 +117,7 @@ def part_key(part: NestedKey, actions: Sequence[NestedKey], actor_network: Tenso
     return part
 
 
-def log_prob_of(
+def compute_log_prob(
     dist: Distribution, action: Tensor, base: Tensor | None = None, warn: WarnOnce | None = None
 ) -> Tensor:
     """Return the log-probability of each row's action; ValueError if the action's shape differs.
@@ -178,7 +178,7 @@ def joint(log_prob: Tensor, batch: TensorDictBase) -> Tensor:
     return log_prob
 
 
-def entropy_of(dist: Distribution, samples: int) -> Tensor:
+def compute_entropy(dist: Distribution, samples: int) -> Tensor:
     """Return the entropy in closed form, or its Monte Carlo estimate from ``samples`` samples."""
     try:
         return dist.entropy()
@@ -186,7 +186,7 @@ def entropy_of(dist: Distribution, samples: int) -> Tensor:
         return -draw(dist, (samples,), reparametrize=dist.has_rsample)[1].mean(0)
 
 
-def divergence_of(sampled: Distribution, current: Distribution, samples: int) -> Tensor:
+def compute_divergence(sampled: Distribution, current: Distribution, samples: int) -> Tensor:
     """Return ``KL(sampled | current)`` in closed form, or else an estimate from ``samples`` samples."""
     try:
         return kl_divergence(sampled, current)

@@ -357,14 +357,14 @@ class TimeColumns:
     """
 
     def __init__(self, reward: Tensor, time_dim: int, **values: Tensor) -> None:
-        checks.floating_tensor("reward", reward)
+        checks.check_floating_tensor("reward", reward)
         self.shape = reward.shape
         self.dtype = reward.dtype
         self.device = reward.device
         dims = reward.ndim
 
         for name, x in values.items():
-            checks.dense_tensor(name, x, self.device, "the reward")
+            checks.check_dense_tensor(name, x, self.device, "the reward")
             if x.dtype is torch.bool:
                 raise TypeError(f"{name} must be floating, got {x.dtype}: cast it, e.g. with .float()")
 
@@ -408,7 +408,7 @@ class TimeColumns:
 
     def expanded(self, name: str, x: Tensor, *, flag: bool = False) -> Tensor:
         """Broadcast ``x`` to the reward's shape; feature dims may be 1 or missing (``[*B, T]``)."""
-        checks.dense_tensor(name, x, self.device, "the reward")
+        checks.check_dense_tensor(name, x, self.device, "the reward")
         if flag and x.dtype is not torch.bool:
             raise TypeError(f"{name} must be bool, got {x.dtype}: cast it with .bool()")
         if x.shape == self.shape:
@@ -447,7 +447,7 @@ class TimeColumns:
 
         # A number on the host fits a reward on any device.
         device = self.device if x.ndim or not x.is_cpu else None
-        checks.dense_tensor(name, x, device, "the reward")
+        checks.check_dense_tensor(name, x, device, "the reward")
         # On a device the check would sync.
         if x.device.type == "cpu" and not is_tracing() and x.numel():
             for bound in x.detach().aminmax():
@@ -479,7 +479,7 @@ def factor_over(name: str, x: Tensor, shape: torch.Size, rows: int) -> Tensor:
 
 def unit_interval(name: str, number: float | Tensor) -> float:
     """Return ``number`` as a float; ValueError unless it lies in [0, 1]."""
-    return float(checks.number(name, number, least=0, most=1))
+    return float(checks.check_number(name, number, least=0, most=1))
 
 
 def join_words(items: Sequence[object]) -> str:
@@ -550,14 +550,14 @@ def vtrace_advantage_estimate(
     series = TimeColumns(reward, time_dim, state_value=state_value, next_state_value=next_state_value)
     terminated, ends = series.flags(done, terminated, ends)
     for name, column in (("log_pi", log_pi), ("log_mu", log_mu)):
-        checks.floating_tensor(name, column, series.device, "the reward")
+        checks.check_floating_tensor(name, column, series.device, "the reward")
 
     # pi / mu, computed in place of the difference of the logs.
     ratio = (series.expanded("log_pi", log_pi) - series.expanded("log_mu", log_mu)).exp_()
 
     for name, threshold in (("rho_thresh", rho_thresh), ("c_thresh", c_thresh)):
         if not isinstance(threshold, Tensor):
-            checks.number(name, threshold, least=0)
+            checks.check_number(name, threshold, least=0)
     same = not isinstance(c_thresh, Tensor) and not isinstance(rho_thresh, Tensor) and c_thresh == rho_thresh
 
     # If both thresholds are equal, one weight serves for both. Autograd needs the unclipped ratio.
@@ -578,7 +578,7 @@ def _clip_ratio(
 ) -> Tensor:
     """``min(ratio, threshold)``, written over ``ratio`` (with ``rows`` row dims) if ``in_place``."""
     if isinstance(threshold, Tensor):
-        checks.dense_tensor(name, threshold)
+        checks.check_dense_tensor(name, threshold)
         threshold = factor_over(name, threshold, ratio.shape, rows)
         read = threshold.device.type == "cpu" and not is_tracing()
         if read and not bool((threshold >= 0.0).all()):

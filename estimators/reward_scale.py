@@ -12,7 +12,7 @@ from typing_extensions import override
 from flatroll.estimators.functional import unit_interval
 from flatroll.kernels.scan import segmented_scan
 from flatroll.layout.boundaries import run_ends, starts_from
-from flatroll.layout.checks import dense_tensor, need_keys, need_rows, number, shown
+from flatroll.layout.checks import as_text, check_dense_tensor, check_keys, check_number, check_rows
 from flatroll.layout.keys import (
     DONE,
     IS_INIT,
@@ -93,11 +93,11 @@ class RewardScale(TensorDictModuleBase):
         self.gamma = unit_interval("gamma", gamma)
         self.clip = None
         if clip is not None:
-            self.clip = float(number("clip", clip, above=0))
-        self.epsilon = float(number("epsilon", epsilon, above=0, below=math.inf))
+            self.clip = float(check_number("clip", clip, above=0))
+        self.epsilon = float(check_number("epsilon", epsilon, above=0, below=math.inf))
 
-        need_keys(in_key=in_key)
-        need_keys(optional=True, out_key=out_key)
+        check_keys(in_key=in_key)
+        check_keys(optional=True, out_key=out_key)
         *folders, name = under_next(in_key)
         self.in_key: NestedKey = plain_key((*folders, name))
         if out_key is None:
@@ -127,7 +127,7 @@ class RewardScale(TensorDictModuleBase):
         >>> RewardScale(clip=1.0).scaled(torch.tensor([0.5, 7.0]))
         tensor([0.5000, 1.0000])
         """
-        return self.statistics.scaled(dense_tensor("reward", reward), self.epsilon, self.clip)
+        return self.statistics.scaled(check_dense_tensor("reward", reward), self.epsilon, self.clip)
 
     @torch.no_grad()
     def update(self, batch: TensorDictBase) -> None:
@@ -148,11 +148,11 @@ class RewardScale(TensorDictModuleBase):
         if not self.training:
             return
 
-        need_rows(batch)
+        check_rows(batch)
         key = self.in_key
         reward = require(batch, key, REWARD)
         if reward.is_meta:
-            raise ValueError(f"batch[{key!r}] must hold numbers, got {shown(reward)}")
+            raise ValueError(f"batch[{key!r}] must hold numbers, got {as_text(reward)}")
         if not reward.is_floating_point():
             raise TypeError(f"batch[{key!r}] must be floating, got {reward.dtype}: cast it with .float()")
 

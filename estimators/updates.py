@@ -93,18 +93,18 @@ class UpdateStep:
         updater: TargetNetUpdater | None = None,
         autocast: torch.dtype | None = None,
     ) -> None:
-        checks.expect("loss", loss, LossModule, "a loss of flatroll", hint="compile=True compiles it")
-        checks.expect("optimizer", optimizer, Optimizer, "an optimizer of torch")
+        checks.check_type("loss", loss, LossModule, "a loss of flatroll", hint="compile=True compiles it")
+        checks.check_type("optimizer", optimizer, Optimizer, "an optimizer of torch")
         if max_grad_norm is not None:
-            checks.number("max_grad_norm", max_grad_norm, above=0)
+            checks.check_number("max_grad_norm", max_grad_norm, above=0)
         if updater is not None:
-            checks.expect("updater", updater, TargetNetUpdater, "a SoftUpdate or HardUpdate")
+            checks.check_type("updater", updater, TargetNetUpdater, "a SoftUpdate or HardUpdate")
             if updater.loss_module is not loss:
                 raise ValueError(
                     "updater must move the target networks of this loss, got one of another loss"
                 )
-        checks.flags(compile=compile)
-        checks.one_of("autocast", autocast, (None, torch.bfloat16), hint="float16 needs a GradScaler")
+        checks.check_flags(compile=compile)
+        checks.check_choice("autocast", autocast, (None, torch.bfloat16), hint="float16 needs a GradScaler")
 
         trained = {id(x) for group in optimizer.param_groups for x in group["params"]}
         if not any(id(x) in trained for x in loss.parameters() if x.requires_grad):
@@ -137,7 +137,7 @@ class UpdateStep:
 
     def __call__(self, batch: TensorDictBase) -> TensorDict:
         """Update the networks once on a batch ``[N]`` or ``[B, T]``; return the loss's detached outputs."""
-        checks.need_rows(batch)
+        checks.check_rows(batch)
         columns: Columns = {}
         if self.compiled:
             columns = columns_read_by(self.loss, batch)
@@ -168,9 +168,9 @@ class UpdateStep:
         Raises:
             ValueError: ``epochs`` or ``minibatch`` below 1, no rows, or rows ``[N]`` for a recurrent network.
         """
-        checks.need_rows(rows)
-        checks.whole_number("epochs", epochs)
-        checks.whole_number("minibatch", minibatch)
+        checks.check_rows(rows)
+        checks.check_whole_number("epochs", epochs)
+        checks.check_whole_number("minibatch", minibatch)
 
         columns = columns_read_by(self.loss, rows)
         device = rows.device
@@ -227,7 +227,7 @@ class UpdateStep:
         return losses
 
     def _eager(self, batch: TensorDictBase) -> TensorDict:
-        total, numbers = self.losses_of(self.loss, batch)
+        total, numbers = self.sum_losses(self.loss, batch)
         parameters = [x for group in self.optimizer.param_groups for x in group["params"]]
 
         for parameter in parameters:  # like optimizer.zero_grad(), but without its profiling
@@ -246,7 +246,7 @@ class UpdateStep:
         self.optimizer.step()
         return nest({key: value.detach() for key, value in numbers.items()})
 
-    def losses_of(
+    def sum_losses(
         self, loss: Callable[[TensorDictBase], TensorDict], batch: TensorDictBase
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Call the loss; return the sum of its losses, and all that it returns."""
@@ -384,7 +384,7 @@ class _Graph:
         asked = [[x for x in group["params"] if id(x) in names] for group in groups]
 
         with self._restoring([]), torch.enable_grad():
-            total, _ = self.step.losses_of(self.loss, batch.copy())
+            total, _ = self.step.sum_losses(self.loss, batch.copy())
             found = torch.autograd.grad(total, [x for own in asked for x in own], allow_unused=True)
 
         reached = iter([gradient is not None for gradient in found])
@@ -483,7 +483,7 @@ class _Graph:
         def total(weights: list[Tensor]) -> tuple[Tensor, tuple[dict[str, Tensor], list[Tensor]]]:
             batch = nest(columns, *rows, device=device)
             named = dict(zip(self.names, weights, strict=True))
-            value, numbers = self.step.losses_of(
+            value, numbers = self.step.sum_losses(
                 lambda data: functional_call(self.loss, named, (data,)), batch
             )
             written: list[Tensor] = []

@@ -182,7 +182,7 @@ class H5Writer:
             data = self._rows.create_dataset(
                 name, stored.shape, stored.dtype, maxshape=(None, *stored.shape[1:]), chunks=chunks, **options
             )
-            data.attrs["dtype"] = _name_of(values)
+            data.attrs["dtype"] = _read_dtype(values)
             data[...] = stored
             return
 
@@ -211,7 +211,7 @@ class H5Writer:
         for name, values in (tensors or {}).items():
             stored = _to_numpy(values)
             data = group.create_dataset(name, data=stored)
-            data.attrs["dtype"] = _name_of(values)
+            data.attrs["dtype"] = _read_dtype(values)
 
         self._h5.close()
         self._file.check()
@@ -322,7 +322,7 @@ def _attribute(owner: Any, name: str) -> Any:
     return None
 
 
-def _name_of(values: Tensor) -> Any:
+def _read_dtype(values: Tensor) -> Any:
     """Return the dtype name stored as an attribute."""
     return np.bytes_(str(values.dtype).removeprefix("torch."))
 

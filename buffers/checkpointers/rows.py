@@ -634,7 +634,7 @@ class StorageEnsembleCheckpointer:
 Checkpointer: TypeAlias = StorageCheckpointerBase | DiskStorageCheckpointer | OwnFilesCheckpointer
 
 
-def checkpointer_of(storage: Storage) -> Checkpointer:
+def find_checkpointer(storage: Storage) -> Checkpointer:
     """Return the checkpointer of ``storage``, the default one if none was set; TypeError if it does not fit."""
     if storage.checkpointer is None:
         if isinstance(storage, DiskStorage):
@@ -665,7 +665,7 @@ def checkpointer_of(storage: Storage) -> Checkpointer:
 
 def checkpointer_with_hooks(storage: Storage) -> StorageCheckpointerBase:
     """Return the checkpointer of ``storage`` for hooks; TypeError if it copies no rows."""
-    checkpointer = checkpointer_of(storage)
+    checkpointer = find_checkpointer(storage)
     if isinstance(checkpointer, DiskStorageCheckpointer):
         raise TypeError(
             "DiskStorageCheckpointer does not accept hooks: it writes no rows that they could change"

@@ -23,7 +23,7 @@ from flatroll.buffers.columns.column import (
 )
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.index.saved_tables import damaged
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import check_whole_number
 from flatroll.layout.keys import NestedKey
 
 #: Creates a column of frames: (number of frames, frame shape in words, integer dtype of a word) -> column.
@@ -216,7 +216,7 @@ class FrameColumn(Column):
             check_values("frame numbers", back, torch.int32, self.shape[:1])
             assert isinstance(back, Tensor)
 
-            added, pieces = frames_of(dumped)
+            added, pieces = read_frames(dumped)
             if len(added) and int(added.max()) > 2**31 - first:
                 raise damaged("it has more frames than can be numbered")
 
@@ -281,7 +281,7 @@ def by_row(dumped: Dumped, added: Array) -> dict[str, tuple[Tensor, Tensor]]:
     return cut
 
 
-def frames_of(dumped: Dumped) -> tuple[Tensor, dict[str, Tensor | tuple[Tensor, Tensor]]]:
+def read_frames(dumped: Dumped) -> tuple[Tensor, dict[str, Tensor | tuple[Tensor, Tensor]]]:
     """Return the number of frames each row adds and their column's dump; ValueError on mismatch.
 
     The inverse of `by_row`.
@@ -582,7 +582,7 @@ def check_stack(stack: int, shape: torch.Size, key: NestedKey | None = None) -> 
 stack to the first axis, or leave the key out of frame_stack
     """
     of = "" if key is None else f" of {key!r}"
-    whole_number(f"frame_stack{of}", stack, 2)
+    check_whole_number(f"frame_stack{of}", stack, 2)
     if not len(shape) or shape[0] != stack:
         raise ValueError(
             f"frame_stack={stack}{of} needs rows [{stack}, *frame], oldest frame first, got {list(shape)}: move the "

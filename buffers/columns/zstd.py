@@ -15,7 +15,7 @@ from flatroll.buffers.columns.column import After, Column, Dumped, Part, check_d
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.kernels.threads import run_blocks
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import check_whole_number
 
 _THREAD_BYTES = 2**23  # bytes of values that are worth another thread
 _DICTIONARY_BYTES = 2**14  # longer dictionaries are slower and compress no better
@@ -64,7 +64,7 @@ class ZstdColumn(Column):
         threads: int | None = None,
     ) -> None:
         if threads is not None:
-            whole_number("threads", threads)
+            check_whole_number("threads", threads)
 
         self.dtype = dtype
         self.shape = torch.Size(shape)
@@ -291,7 +291,7 @@ class _Codec:
     """zstd with one dictionary for all rows and several threads for large batches."""
 
     def __init__(self, level: int, threads: int | None, prefix: bytes = b"") -> None:
-        whole_number("level", level, 1, 22)
+        check_whole_number("level", level, 1, 22)
         _zstandard()
         self.level = level
         self.threads = threads

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flatroll.buffers.index.saved_tables import check_table, damaged
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import check_whole_number
 
 Array = NDArray[Any]
 
@@ -104,7 +104,7 @@ class Ring:
     _dtype = np.dtype([("head", "i8"), ("written", "i8"), ("taken", "i8")])
 
     def __init__(self, capacity: int, first: int = 0) -> None:
-        whole_number("capacity", capacity)
+        check_whole_number("capacity", capacity)
         self.capacity = capacity
         # A single record, so that it can be in shared memory and kernels can change it.
         self._state: Array = np.zeros(1, self._dtype)
@@ -180,7 +180,7 @@ class Ring:
         version = self.version  # read before written, which is never below this head
         rows = min(self.written - version[0], self.capacity)
         if rows <= 0:
-            raise self._empty()
+            raise self._empty_error()
         return version, rows
 
     def slots_by_age(self, ranks: Tensor, version: tuple[int, int] | None = None) -> Tensor:
@@ -231,7 +231,7 @@ class Ring:
         head = version[0]
         written = self.written
         if written <= head:
-            raise self._empty()
+            raise self._empty_error()
 
         slots = torch.randint(head, written, (count,), generator=generator)
         if written > self.capacity:  # row r is in slot r
@@ -304,9 +304,9 @@ class Ring:
     def check_not_empty(self) -> None:
         """Raise RuntimeError if no row is readable."""
         if not len(self):
-            raise self._empty()
+            raise self._empty_error()
 
-    def _empty(self) -> RuntimeError:
+    def _empty_error(self) -> RuntimeError:
         if not self.waiting:
             return RuntimeError(_EMPTY)
         return RuntimeError(

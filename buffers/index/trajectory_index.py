@@ -15,7 +15,7 @@ from flatroll.buffers.index.fragments import NONE, Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.buffers.index.saved_tables import SavedFragments
 from flatroll.kernels.rows.records import CHAIN, ENTRY, FRAGMENT, STATE
-from flatroll.layout.checks import one_of, whole_number
+from flatroll.layout.checks import check_choice, check_whole_number
 
 By = Literal["trajectory", "start"]
 BY: tuple[By, ...] = ("trajectory", "start")
@@ -264,7 +264,7 @@ class TrajectoryIndex(Ring):
 
         tree = self._tree(length, by, strict, span[0] + span[1])
         if not tree[-1]:
-            raise self.too_short(length)
+            raise self.too_short_error(length)
 
         # Two random numbers per slice: one for the trajectory, by weight, and one for the start within it.
         uniform = torch.rand(2 * count, dtype=torch.float64, generator=generator).numpy()
@@ -295,7 +295,7 @@ class TrajectoryIndex(Ring):
         """
         tree = self._tree(length, by, strict)
         if not tree[-1]:
-            raise self.too_short(length)
+            raise self.too_short_error(length)
 
         uniform = torch.rand(2 * count, dtype=torch.float64, generator=generator).numpy()
         starts = np.empty(count, np.int64)
@@ -363,7 +363,7 @@ class TrajectoryIndex(Ring):
         slices = np.empty((2, most), np.int64)
         count = _kernels().starts.slice_partition(*self.tables, begin, length, by == "start", strict, slices)
         if not count:
-            raise self.too_short(length)
+            raise self.too_short_error(length)
         return torch.from_numpy(slices[:, :count])
 
     def _make_slices(
@@ -418,7 +418,7 @@ class TrajectoryIndex(Ring):
         tables = self._state, self.capacity, self._fragments, self._chains
         return slots[: _kernels().starts.shortened_trajectories(*tables, touched, length, slots)]
 
-    def too_short(self, length: int) -> RuntimeError:
+    def too_short_error(self, length: int) -> RuntimeError:
         """Return the error "no trajectory has ``length`` rows"; raise RuntimeError if nothing is stored."""
         self.check_not_empty()
         return RuntimeError(
@@ -525,7 +525,7 @@ class TrajectoryIndex(Ring):
         rows = (of_row >= 0).nonzero().squeeze(1)
         return torch.stack([rows, of_row[rows]])
 
-    def rows_of(self, traj: int) -> Tensor:
+    def find_rows(self, traj: int) -> Tensor:
         """Return the slots (int64) of the stored rows of trajectory ``traj`` in time order; if several
         trajectories used this id, one after the other. Without ids, they are numbered as they begin.
 
@@ -581,9 +581,9 @@ class TrajectoryIndex(Ring):
     def _tree(self, length: int, by: By, strict: bool, span: int = 0) -> Array:
         """Return the Fenwick tree of the weights for this way of drawing; the last entry is the total."""
         if by not in BY:
-            one_of("by", by, BY)
+            check_choice("by", by, BY)
         if length < 1:
-            whole_number("length", length)
+            check_whole_number("length", length)
 
         if by == "trajectory":  # each drawable trajectory has weight 1: all of them, unless strict
             if not strict:

@@ -17,7 +17,7 @@ from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.samplers.sampler import RandomSampler
 from flatroll.buffers.samplers.slices import SliceSampler, Span, bounds, fill, indexed, spans
-from flatroll.layout.checks import flags, one_of, shown, whole_number
+from flatroll.layout.checks import as_text, check_choice, check_flags, check_whole_number
 from flatroll.layout.keys import IS_INIT, TRUNCATED, NestedKey
 
 REDUCTIONS = ("max", "min", "median", "mean")
@@ -84,12 +84,12 @@ class PrioritizedSampler(RandomSampler):
         max_policy_lag: int | None = None,
     ) -> None:
         RandomSampler.__init__(self, max_policy_lag)
-        flags(max_priority_within_buffer=max_priority_within_buffer)
-        whole_number("max_capacity", max_capacity)
+        check_flags(max_priority_within_buffer=max_priority_within_buffer)
+        check_whole_number("max_capacity", max_capacity)
 
         self.max_capacity = max_capacity
         self.dtype = dtype
-        self.reduction = one_of("reduction", reduction, REDUCTIONS)
+        self.reduction = check_choice("reduction", reduction, REDUCTIONS)
         self._beta = _number("beta", beta)
         alpha = _number("alpha", alpha, 1e6)
         eps = _number("eps", eps)
@@ -515,7 +515,7 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
             self._changing = True
         self._catch_up(ring)
         if len(ring) and not self.priorities.tree.total > 0 and not self.priorities.drawable.any():
-            raise index.too_short(least)
+            raise index.too_short_error(least)
 
         more = partial(self._slices, index, length, generator, follow)
         draw = more(batch_size // length)
@@ -560,7 +560,7 @@ class Priorities:
         # Numba takes 0.3 s to import, so only where priorities are kept.
         from flatroll.kernels.trees.sum_tree import SumTree
 
-        one_of("dtype", dtype, _DTYPES)
+        check_choice("dtype", dtype, _DTYPES)
 
         self.alpha = alpha
         self.eps = eps
@@ -715,7 +715,7 @@ def _number(name: str, value: float | Tensor, below: float = math.inf) -> float:
         number = value.item()
     if not (isinstance(number, (int, float)) and 0 <= number < below):
         limit = "" if below == math.inf else f" and below {below:g}"
-        raise ValueError(f"{name} must be a number of at least 0{limit}, got {shown(value)}")
+        raise ValueError(f"{name} must be a number of at least 0{limit}, got {as_text(value)}")
     return float(number)
 
 

@@ -13,7 +13,7 @@ from flatroll.buffers.columns.column import Column, Columns
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.index.saved_tables import damaged
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import check_whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import DONE, IS_INIT, POLICY_VERSION, TRAJ_IDS, NestedKey, require
 
@@ -43,7 +43,7 @@ class Freshness:
     """
 
     def __init__(self, max_lag: int) -> None:
-        self.max_lag = whole_number("max_policy_lag", max_lag, 0)
+        self.max_lag = check_whole_number("max_policy_lag", max_lag, 0)
         self.newest = -1
         self.storage: StoredColumns | None = None
         self._seen = 0  # rows below this number have been searched for the newest version
@@ -52,7 +52,7 @@ class Freshness:
 
     def tell(self, version: int) -> None:
         """Announce a policy version, even before rows of it arrive."""
-        self.newest = max(self.newest, whole_number("policy_version", version, 0))
+        self.newest = max(self.newest, check_whole_number("policy_version", version, 0))
 
     def begin_from(self, newest: int) -> None:
         """Reset to ``newest``, -1 for no version, after the stored rows were replaced."""
@@ -107,7 +107,7 @@ class Freshness:
             self._fresh = basis, slots[self.versions(slots) >= basis[0]]
 
         if not len(self._fresh[1]):
-            raise self.too_old()
+            raise self.too_old_error()
         return self._fresh[1]
 
     def uniform(self, ring: Ring, count: int, generator: torch.Generator | None) -> Draw:
@@ -170,7 +170,7 @@ class Freshness:
 
         return lay_out(torch.cat(starts)[:count], torch.cat(lengths)[:count], follow=follow)
 
-    def too_old(self) -> RuntimeError:
+    def too_old_error(self) -> RuntimeError:
         """Return the error for no fresh row."""
         return RuntimeError(
             f"all stored rows are too old: the newest policy version is {self.newest}, and max_policy_lag="

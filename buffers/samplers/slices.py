@@ -15,7 +15,7 @@ from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.buffers.index.trajectory_index import BY, By, TrajectoryIndex
 from flatroll.buffers.samplers.sampler import Sampler, StoredColumns, freshness
-from flatroll.layout.checks import flags, key_names, need_keys, one_of, whole_number
+from flatroll.layout.checks import check_choice, check_flags, check_key_names, check_keys, check_whole_number
 from flatroll.layout.keys import HAS_STATE, IS_INIT, MASK, TRUNCATED, NestedKey, as_tuple, marker, require
 
 Span: TypeAlias = bool | int | Sequence[bool | int]
@@ -122,12 +122,12 @@ class SliceSampler(Sampler):
         if num_slices is None and slice_len is None:
             raise TypeError(f"{type(self).__name__} needs num_slices or slice_len")
         if num_slices is not None:
-            whole_number("num_slices", num_slices)
+            check_whole_number("num_slices", num_slices)
         if slice_len is not None:
-            whole_number("slice_len", slice_len)
-        one_of("by", by, BY)
-        flags(strict_length=strict_length, pad_output=pad_output, cache_values=cache_values, fill=fill)
-        need_keys(
+            check_whole_number("slice_len", slice_len)
+        check_choice("by", by, BY)
+        check_flags(strict_length=strict_length, pad_output=pad_output, cache_values=cache_values, fill=fill)
+        check_keys(
             optional=True,
             traj_key=traj_key,
             truncated_key=truncated_key,
@@ -135,7 +135,7 @@ class SliceSampler(Sampler):
             start_key=start_key,
         )
         if not isinstance(end_key, list):
-            need_keys(optional=True, end_key=end_key)
+            check_keys(optional=True, end_key=end_key)
         if pad_output and strict_length:
             raise ValueError("pad_output=True needs strict_length=False: otherwise no slice is short")
 
@@ -333,7 +333,7 @@ def _end_keys(
 
     listed = None
     if end_keys is not None:
-        listed = key_names(name, end_keys)
+        listed = check_key_names(name, end_keys)
     if both or listed == []:
         raise TypeError(
             f"end_keys must be a list of entries, without end_key, got end_keys={end_keys!r}, end_key={end_key!r}"

@@ -13,7 +13,7 @@ from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.trajectory_index import By
 from flatroll.buffers.samplers.sampler import Sampler, freshness, mark_single_rows
 from flatroll.buffers.samplers.slices import SliceSampler, cut, indexed, pad_slices
-from flatroll.layout.checks import flags
+from flatroll.layout.checks import check_flags
 from flatroll.layout.keys import IS_INIT, TRUNCATED, NestedKey
 
 
@@ -135,7 +135,7 @@ class SamplerWithoutReplacement(PassSampler):
     def __init__(
         self, drop_last: bool = False, shuffle: bool = True, max_policy_lag: int | None = None
     ) -> None:
-        flags(drop_last=drop_last, shuffle=shuffle)
+        check_flags(drop_last=drop_last, shuffle=shuffle)
         self.drop_last = drop_last
         self.shuffle = shuffle
         self.freshness = freshness(max_policy_lag)
@@ -257,7 +257,7 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
             fill=fill,
             max_policy_lag=max_policy_lag,
         )
-        flags(drop_last=drop_last, shuffle=shuffle)
+        check_flags(drop_last=drop_last, shuffle=shuffle)
         self.drop_last = drop_last
         self.shuffle = shuffle
 
@@ -276,7 +276,7 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
                 cut_out = index.slices_from(slices[0], slices[1])
                 slices = torch.stack(self.freshness.fresh_slices(cut_out, key[-1]))
                 if not slices.shape[1]:
-                    raise self.freshness.too_old()
+                    raise self.freshness.too_old_error()
 
             if self.shuffle:
                 slices = slices[:, torch.randperm(slices.shape[1], generator=generator)]

@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from flatroll.buffers.index.ring import Array
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import check_whole_number
 from flatroll.layout.keys import DONE, IS_INIT, REWARD, TERMINATED, TRAJ_IDS, TRUNCATED, NestedKey, as_tuple
 
 FLAGS = (IS_INIT, DONE, TERMINATED, TRUNCATED)
@@ -163,13 +163,13 @@ def entries(step: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[NestedKey, 
             yield key, value
 
 
-def window_of(capacity: int, num_envs: int, window: int | None) -> int:
+def choose_window(capacity: int, num_envs: int, window: int | None) -> int:
     """Return the number of steps per window: ``window`` or a suitable default.
 
     Raises:
         ValueError: ``num_envs * window`` does not divide the capacity.
 
-    >>> window_of(100_000, 8, None), window_of(1000, 1, None), window_of(2**20, 1024, None)
+    >>> choose_window(100_000, 8, None), choose_window(1000, 1, None), choose_window(2**20, 1024, None)
     (50, 50, 8)
     """
     steps, rest = divmod(capacity, num_envs)
@@ -180,7 +180,7 @@ def window_of(capacity: int, num_envs: int, window: int | None) -> int:
         if length < min(_FEWEST_STEPS, steps):
             length = most
     else:
-        length = whole_number("window", window)
+        length = check_whole_number("window", window)
 
     rows = num_envs * max(1, length)
     if rest or not steps or steps % length:

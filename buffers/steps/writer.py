@@ -14,7 +14,7 @@ from flatroll.buffers.columns.column import Columns, TensorColumn, put_rows, tak
 from flatroll.buffers.index.ring import Array, Draw
 from flatroll.buffers.protocols import Buffer
 from flatroll.buffers.steps.episodes import Episodes
-from flatroll.buffers.steps.staging import StagedColumn, entries, window_of
+from flatroll.buffers.steps.staging import StagedColumn, choose_window, entries
 from flatroll.buffers.steps.stored import StepCopies, StepPositions
 from flatroll.buffers.storages.column_storage import ColumnStorage
 from flatroll.buffers.storages.continuity import compared_keys
@@ -22,11 +22,11 @@ from flatroll.buffers.storages.item_kinds import leaves
 from flatroll.buffers.transforms.transform import (
     apply,
     changes_stored,
-    chooser_of,
-    looks_ahead,
+    lookahead,
     read_others,
+    row_chooser,
 )
-from flatroll.layout.checks import whole_number, writer_number
+from flatroll.layout.checks import check_whole_number, check_writer_number
 from flatroll.layout.keys import (
     DONE,
     ID_BITS,
@@ -81,7 +81,7 @@ class StepWriter:
 
     def __init__(self, buffer: Buffer, num_envs: int, *, window: int | None = None, writer: int = 0) -> None:
         self.buffer = buffer
-        self.num_envs = whole_number("num_envs", num_envs)
+        self.num_envs = check_whole_number("num_envs", num_envs)
         if not isinstance(buffer.storage, ColumnStorage) or buffer.storage.ndim > 1 or buffer.writer.chooses:
             raise TypeError(
                 "a step writer needs a storage of columns with ndim=1 whose rows stay in order, such as "
@@ -90,8 +90,8 @@ class StepWriter:
             )
 
         buffer.storage.compiled = True
-        self.window = window_of(buffer.storage.capacity, num_envs, window)
-        self.writer = writer_number(writer)
+        self.window = choose_window(buffer.storage.capacity, num_envs, window)
+        self.writer = check_writer_number(writer)
         self.steps = 0
         self._closed = False
         self._positions = StepPositions(num_envs)
@@ -382,7 +382,7 @@ class StepWriter:
         """
         if batch_size is None:
             batch_size = self.buffer.batch_size
-        size = whole_number("batch_size", batch_size)
+        size = check_whole_number("batch_size", batch_size)
         with self._lock:
             while True:
                 first = self._oldest() * self.num_envs
@@ -403,7 +403,7 @@ class StepWriter:
             self._store()
 
         values = self._take(places)
-        n = max(map(looks_ahead, transforms), default=0)
+        n = max(map(lookahead, transforms), default=0)
         ahead = None
         if n and len(places):
             ahead = places[:, None] + torch.arange(n) * self.num_envs
@@ -432,7 +432,7 @@ class StepWriter:
         one."""
         buffer = self.buffer
         filled = self._filled
-        chooser = chooser_of(buffer.transforms)
+        chooser = row_chooser(buffer.transforms)
         if chooser is None:
             return None
 
@@ -561,8 +561,8 @@ class StepWriter:
         Earlier rows, and rows loaded into the buffer, cannot be read by step, only through the buffer; waiting rows
         are dropped.
         """
-        self.writer = writer_number(state["writer"])
-        episode = whole_number("episode", state["episode"], 0)
+        self.writer = check_writer_number(state["writer"])
+        episode = check_whole_number("episode", state["episode"], 0)
         self._episodes = Episodes(self.num_envs, self.writer, episode)
         self._positions = StepPositions(self.num_envs)
         self._forget()

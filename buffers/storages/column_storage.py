@@ -41,10 +41,10 @@ from flatroll.buffers.storages.item_kinds import (
     structure_to_plain,
 )
 from flatroll.buffers.storages.next_pool import NextPool, check_final_covers, next_columns
-from flatroll.buffers.storages.storage import Links, Rows, Storage, other_capacity
+from flatroll.buffers.storages.storage import Links, Rows, Storage, other_capacity_error
 from flatroll.kernels.rows.spans import Spans
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.checks import flags, torch_device, whole_number
+from flatroll.layout.checks import check_device, check_flags, check_whole_number
 from flatroll.layout.final import Final, check_final, read_final
 from flatroll.layout.keys import NestedKey, next_key, without_next
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from flatroll.kernels.rows.gather import HostColumns
 
 
-class Known:
+class ColumnFacts:
     """Cached facts about a storage's columns, valid while their memory does not move.
 
     Attributes:
@@ -125,12 +125,12 @@ class ColumnStorage(Storage):
         self, max_size: int, *, device: torch.device | str = "cpu", ndim: int = 1, compact_obs: bool = False
     ) -> None:
         super().__init__(max_size)
-        flags(compact_obs=compact_obs)
-        self.device = torch_device("device", device)
-        self.ndim = whole_number("ndim", ndim)
+        check_flags(compact_obs=compact_obs)
+        self.device = check_device("device", device)
+        self.ndim = check_whole_number("ndim", ndim)
         self.compact_obs = compact_obs
         self.pool: NextPool | None = None  # pool of next observations that no row holds, if compact
-        self.known: Known | None = None
+        self.known: ColumnFacts | None = None
         self._own_keys: frozenset[NestedKey] = frozenset()  # keys of the columns made by make_column
 
     @abstractmethod
@@ -201,9 +201,9 @@ class ColumnStorage(Storage):
             plain += sum(self.columns[key].value_bytes for key in self.pool.pairs)
         return plain * self.capacity - self.nbytes
 
-    def _find_known(self) -> Known:
+    def _find_facts(self) -> ColumnFacts:
         """Find what holds of the columns there are."""
-        known = Known(self.columns, self.device, self.compiled, self.pool)
+        known = ColumnFacts(self.columns, self.device, self.compiled, self.pool)
         self.known = known if self.columns else None
         return known
 
@@ -228,7 +228,7 @@ class ColumnStorage(Storage):
         known = self.known
         count = next(iter(columns.values())).shape[0]
         if known is None or known.compiled is not self.compiled:
-            known = self._find_known()
+            known = self._find_facts()
 
         # Most batches are copied by one call and need no further checks.
         source = None
@@ -309,7 +309,13 @@ class ColumnStorage(Storage):
         return columns | {keys.traj: torch.arange(lanes).repeat(count // lanes)}
 
     def _prepare_copied(
-        self, columns: Columns, count: int, keys: BoundaryKeys, known: Known, source: Array, later: Array
+        self,
+        columns: Columns,
+        count: int,
+        keys: BoundaryKeys,
+        known: ColumnFacts,
+        source: Array,
+        later: Array,
     ) -> Rows:
         """Do the same as `_prepare_compact` for a batch that is all copied by one call, as most are.
 
@@ -436,7 +442,7 @@ class ColumnStorage(Storage):
 
     @override
     def write(self, slot: int, rows: Rows, after: After | None = None) -> None:
-        host = (self.known or self._find_known()).host
+        host = (self.known or self._find_facts()).host
         written: Collection[NestedKey] = ()
         if host is not None and rows.source is not None:
             if host.write_found(slot, rows.source, rows.count):
@@ -481,7 +487,7 @@ class ColumnStorage(Storage):
             return None
         assert rows.fragments is not None
 
-        known = self.known or self._find_known()
+        known = self.known or self._find_facts()
         source = rows.source
         pool = self.pool
         compared = known.compared
@@ -527,7 +533,7 @@ class ColumnStorage(Storage):
         # A tensordict may have only some of the entries.
         assert self.structure is not None
         columns = self.structure.columns_of_rows(data, shape)
-        check_kinds(columns, (self.known or self._find_known()).memory)
+        check_kinds(columns, (self.known or self._find_facts()).memory)
         fixed = set()
         if keys is not None:
             fixed = {keys.is_init, keys.done, *keys.more_done, keys.traj, keys.step_count}
@@ -575,7 +581,7 @@ class ColumnStorage(Storage):
         known = self.known
         pool = None if follow is None else self.pool
         if known is None or known.compiled is not self.compiled:
-            known = self._find_known()
+            known = self._find_facts()
 
         columns: Columns = {}
         if keys is None and known.host is not None and pool is not None and follow is not None and pool.plain:
@@ -640,7 +646,7 @@ class ColumnStorage(Storage):
             "lanes": self.lanes,
             "structure": structure_to_plain(self.structure),
             "like": {key: (column.dtype, column.shape) for key, column in self.columns.items()},
-            "kinds": {key: _kind_of(column) for key, column in self.columns.items()},
+            "kinds": {key: _column_kind(column) for key, column in self.columns.items()},
             "pool": {key: column.state_dict(pool_rows) for key, column in entries.items()},
         }
 
@@ -670,7 +676,8 @@ class ColumnStorage(Storage):
 
         saved = {key: _show_form(dtype, shape, state["kinds"][key]) for key, (dtype, shape) in like.items()}
         here = {
-            key: _show_form(column.dtype, column.shape, _kind_of(column)) for key, column in columns.items()
+            key: _show_form(column.dtype, column.shape, _column_kind(column))
+            for key, column in columns.items()
         }
         for key in {**saved, **here}:
             got = saved.get(key, "nothing")
@@ -702,7 +709,7 @@ class ColumnStorage(Storage):
         whole_steps = self.max_size // lanes.numel() * lanes.numel()  # older states
         room = whole_steps if self.columns else self.room(lanes)
         if ring.capacity not in (room, whole_steps):
-            raise other_capacity(ring.capacity, room)
+            raise other_capacity_error(ring.capacity, room)
 
         if state["like"] and bool(state["pool"]) != self.compact_obs:
             raise ValueError(
@@ -788,7 +795,7 @@ class ColumnStorage(Storage):
         return super().__getstate__() | {"known": None}  # a copy has its own memory
 
 
-def _kind_of(column: Column) -> str:
+def _column_kind(column: Column) -> str:
     """Return the kind of a column, for saved tables and errors; memory and file columns are the same kind."""
     if isinstance(column, TensorColumn):
         return ""

@@ -20,7 +20,7 @@ from flatroll.buffers.columns.column import Columns
 from flatroll.disk.state_tree import damaged
 from flatroll.kernels.rows.spans import Spans
 from flatroll.layout import tensordict_seam
-from flatroll.layout.keys import NestedKey, missing_marker, plain_key
+from flatroll.layout.keys import NestedKey, missing_marker_error, plain_key
 
 VALUE: NestedKey = "_value"  # the single column of tensor data
 
@@ -89,7 +89,7 @@ def structure_from_plain(plain: Any) -> Structure | None:
     raise damaged(f"its rows are of an unknown kind, {str(plain)[:40]}")
 
 
-def not_flat(batch: TensorDictBase) -> ValueError:
+def not_flat_error(batch: TensorDictBase) -> ValueError:
     """Return the error for a batch of several dimensions given to a storage of single rows."""
     return ValueError(
         f"batch must be flat, [N], got {list(batch.batch_size)}: batch.reshape(-1) flattens [envs, time], and "
@@ -109,7 +109,7 @@ class TensorDicts(Structure):
             raise TypeError(f"the storage holds tensordicts, got {type(batch).__name__} as data")
         if batch.batch_size[1:] != self.inner:
             if not self.inner:
-                raise not_flat(batch)
+                raise not_flat_error(batch)
             raise ValueError(f"rows have batch size {list(self.inner)}, got {list(batch.batch_size[1:])}")
         return leaves(batch)
 
@@ -392,7 +392,7 @@ def entry(batch: object, names: tuple[Any, ...]) -> Any:
     if isinstance(batch, TensorDictBase):
         found = batch.get(names, None)
         if found is None:
-            raise missing_marker(names, batch.keys(True, True))
+            raise missing_marker_error(names, batch.keys(True, True))
         return found
 
     for name in names:

@@ -13,7 +13,7 @@ from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Follow, Ring
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.storages.item_kinds import apart, stacked
-from flatroll.buffers.storages.storage import Rows, Storage, other_capacity
+from flatroll.buffers.storages.storage import Rows, Storage, other_capacity_error
 from flatroll.disk.state_tree import from_plain, to_plain
 from flatroll.layout.keys import NestedKey
 
@@ -123,7 +123,7 @@ class ListStorage(Storage):
         if "like" in state:
             raise ValueError("the state is of a storage of tensors, this is a ListStorage")
         if ring.capacity != self.max_size:
-            raise other_capacity(ring.capacity, self.max_size)
+            raise other_capacity_error(ring.capacity, self.max_size)
 
     @override
     def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:

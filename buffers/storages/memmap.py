@@ -30,7 +30,7 @@ from flatroll.buffers.storages.column_storage import ColumnStorage
 from flatroll.buffers.storages.free_space import check_disk, check_memory, free_memory, refusal, shown_size
 from flatroll.buffers.storages.next_pool import NextPool
 from flatroll.buffers.storages.tensors import Encodings
-from flatroll.layout.checks import expect, file_path, flags
+from flatroll.layout.checks import check_flags, check_path, check_type
 from flatroll.layout.keys import NestedKey, as_tuple
 
 #: Errors of reserving space: the disk is full, or the file system cannot reserve.
@@ -98,11 +98,11 @@ class LazyMemmapStorage(ColumnStorage):
         compilable: bool = False,
     ) -> None:
         super().__init__(max_size, device=device, ndim=ndim, compact_obs=compact_obs)
-        flags(existsok=existsok, compilable=compilable)
+        check_flags(existsok=existsok, compilable=compilable)
         if auto_cleanup is not None:
-            flags(auto_cleanup=auto_cleanup)
+            check_flags(auto_cleanup=auto_cleanup)
         if codec is not None:
-            expect("codec", codec, Mapping, "a dict or None")
+            check_type("codec", codec, Mapping, "a dict or None")
         if self.device.type != "cpu":
             raise ValueError(
                 f"device must be 'cpu' for files, got {str(device)!r}: move samples with transform=lambda td: "
@@ -122,7 +122,7 @@ class LazyMemmapStorage(ColumnStorage):
         if scratch_dir is None:
             self.scratch_dir = None
         else:
-            self.scratch_dir = file_path("scratch_dir", scratch_dir).absolute()
+            self.scratch_dir = check_path("scratch_dir", scratch_dir).absolute()
         self.existsok = existsok
         if auto_cleanup is None:
             auto_cleanup = scratch_dir is None

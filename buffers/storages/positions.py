@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.storages.item_kinds import as_tensor, map_rows
-from flatroll.layout.checks import as_numbers, shown
+from flatroll.layout.checks import as_numbers, as_text
 
 Index: TypeAlias = Tensor | int | tuple[Tensor, ...]  # row positions, or coordinates with one entry each
 
@@ -65,12 +65,12 @@ def positions(slots: Tensor, lanes: torch.Size) -> Tensor:
     return torch.stack([slots, *places], -1)
 
 
-def slots_of(places: Index, lanes: torch.Size) -> Tensor:
+def find_slots(places: Index, lanes: torch.Size) -> Tensor:
     """Slots of positions, the inverse of `positions`; -1 where a position is negative.
 
     A tuple holds the coordinates apart, one entry per dimension. IndexError if there is no such lane.
 
-    >>> slots_of(torch.tensor([[0, 0], [2, 1]]), torch.Size([2]))
+    >>> find_slots(torch.tensor([[0, 0], [2, 1]]), torch.Size([2]))
     tensor([0, 5])
     """
     if isinstance(places, tuple) and places:
@@ -133,7 +133,7 @@ def slots_at(index: Any, ring: Ring, lanes: torch.Size) -> Tensor:
         raise IndexError(f"index {index!r} is out of range: {len(ring)} rows are stored") from None
     except (TypeError, RuntimeError, ValueError) as error:
         raise TypeError(
-            f"index must be an integer, a slice, a mask or integers, got {shown(index)}"
+            f"index must be an integer, a slice, a mask or integers, got {as_text(index)}"
         ) from error
 
 

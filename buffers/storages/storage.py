@@ -19,7 +19,7 @@ from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.buffers.storages.item_kinds import Structure, leaves, one_row
 from flatroll.buffers.storages.positions import in_shape, slots_at, time_first
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import check_whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import NestedKey
 from flatroll.layout.tensordict_seam import nest
@@ -145,7 +145,7 @@ class Storage(Facts, ABC):
     _warned_left_out = False
 
     def __init__(self, max_size: int, checkpointer: object = None, compilable: bool = False) -> None:
-        self.max_size = whole_number("max_size", max_size)
+        self.max_size = check_whole_number("max_size", max_size)
         self._asked = self.max_size
         self.checkpointer = checkpointer
         self.columns: dict[NestedKey, Column] = {}
@@ -525,7 +525,7 @@ class Storage(Facts, ABC):
         """Restore the rows from a checked :meth:`state_dict`."""
 
 
-def other_capacity(rows: int, room: int) -> ValueError:
+def other_capacity_error(rows: int, room: int) -> ValueError:
     """Return the error for a state with room for ``rows`` rows given to a storage with ``room``."""
     return ValueError(
         f"the state has room for {rows} rows, this storage for {room}: make it with max_size={rows}; to go on with "

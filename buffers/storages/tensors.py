@@ -21,7 +21,7 @@ from flatroll.buffers.storages.free_space import check_memory
 from flatroll.buffers.storages.item_kinds import Structure, as_tensor, map_rows
 from flatroll.buffers.storages.storage import Rows
 from flatroll.kernels.rows.host_memory import host_memory
-from flatroll.layout.checks import key_names, one_of, whole_number
+from flatroll.layout.checks import check_choice, check_key_names, check_whole_number
 from flatroll.layout.keys import NestedKey, as_tuple, next_key, plain_key
 
 CODECS = ("zstd",)
@@ -51,9 +51,9 @@ class Encodings:
         stacks = {plain_key(key): frames for key, frames in (frame_stack or {}).items()}
         codecs = {plain_key(key): name for key, name in (codec or {}).items()}
         for key, frames in stacks.items():
-            whole_number(f"frame_stack of {key!r}", frames)
+            check_whole_number(f"frame_stack of {key!r}", frames)
         for key, name in codecs.items():
-            one_of(f"codec of {key!r}", name, CODECS)
+            check_choice(f"codec of {key!r}", name, CODECS)
         if codecs:
             ZstdColumn(0, (1,), torch.uint8)  # raise the ImportError now, not at the first extend
 
@@ -64,7 +64,7 @@ class Encodings:
         self.frame_stack = stacks | {next_key(key): frames for key, frames in stacks.items()}
         self.codec = codecs | {next_key(key): name for key, name in codecs.items()}
 
-        self.sparse = set(map(plain_key, key_names("sparse", sparse)))
+        self.sparse = set(map(plain_key, check_key_names("sparse", sparse)))
         both = self.sparse & {*self.frame_stack, *self.codec}
         if both:
             raise ValueError(
@@ -236,9 +236,9 @@ class TensorStorage(ColumnStorage):
         compact_obs: bool = False,
         compilable: bool = False,
     ) -> None:
-        whole_number("ndim", ndim)
+        check_whole_number("ndim", ndim)
         if max_size is not None:
-            whole_number("max_size", max_size)
+            check_whole_number("max_size", max_size)
 
         try:
             columns = Structure.of(storage).columns(storage)

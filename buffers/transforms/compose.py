@@ -14,11 +14,11 @@ from flatroll.buffers.transforms.transform import (
     apply,
     apply_inverses,
     check_transform,
-    chooser_of,
-    looks_ahead,
+    lookahead,
     read_others,
+    row_chooser,
 )
-from flatroll.layout.checks import expect
+from flatroll.layout.checks import check_type
 
 
 class Compose(Transform):
@@ -60,7 +60,7 @@ class Compose(Transform):
 
     def _hold(self, transforms: Iterable[Any]) -> None:
         """Make ``transforms`` the members."""
-        members = list(expect("transforms", transforms, Iterable, "a list of transforms"))
+        members = list(check_type("transforms", transforms, Iterable, "a list of transforms"))
         for member in members:
             check_transform(member, "each of transforms")
         self._transforms: list[TransformLike] = members
@@ -80,7 +80,7 @@ class Compose(Transform):
     @property
     def look_ahead(self) -> int:
         """Number of consecutive rows the buffer looks up for each sampled row, 0 if no member reads ahead."""
-        return max(map(looks_ahead, self._transforms), default=0)
+        return max(map(lookahead, self._transforms), default=0)
 
     def read(self, columns: Columns, ahead: Tensor, get: Callable[..., Any]) -> Columns:
         """Return a sample's columns as changed by the members that look ahead; see `MultiStepTransform.read`."""
@@ -89,7 +89,7 @@ class Compose(Transform):
     @property
     def chooser(self) -> RowChooser | None:
         """The member that chooses rows of trajectories (a `HindsightTransform`), or None."""
-        return chooser_of(self._transforms)
+        return row_chooser(self._transforms)
 
     def forward(self, td: TensorDictBase, ends: Tensor | None = None) -> TensorDictBase:
         """Apply the members in order; ``ends`` (bool ``[N]``) of a buffer is passed to those that want it.

@@ -12,9 +12,16 @@ from typing_extensions import override
 
 from flatroll.buffers.columns.column import Columns, put_rows, take_rows
 from flatroll.buffers.index.ring import Array
-from flatroll.buffers.transforms.transform import Get, Transform, batch_of, keys_argument
+from flatroll.buffers.transforms.transform import Get, Transform, check_batch, keys_argument
 from flatroll.layout.boundaries import run_ends, starts_from, steps_into_run
-from flatroll.layout.checks import cpu_generator, flags, function, need_keys, number, one_of
+from flatroll.layout.checks import (
+    check_choice,
+    check_cpu_generator,
+    check_flags,
+    check_function,
+    check_keys,
+    check_number,
+)
 from flatroll.layout.keys import (
     DONE,
     OBSERVATION,
@@ -22,7 +29,7 @@ from flatroll.layout.keys import (
     TERMINATED,
     TRUNCATED,
     NestedKey,
-    missing_marker,
+    missing_marker_error,
     next_key,
     under_next,
 )
@@ -99,15 +106,15 @@ class HindsightTransform(Transform):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        one_of("goal_selection_strategy", goal_selection_strategy, get_args(Strategy))
-        number("n_sampled_goal", n_sampled_goal, least=0)
+        check_choice("goal_selection_strategy", goal_selection_strategy, get_args(Strategy))
+        check_number("n_sampled_goal", n_sampled_goal, least=0)
         parameters = "a function of (achieved_goal, desired_goal, info)"
-        function("reward_fn", reward_fn, parameters)
+        check_function("reward_fn", reward_fn, parameters)
         if terminated_fn is not None:
-            function("terminated_fn", terminated_fn, parameters)
-        flags(as_numpy=as_numpy)
-        need_keys(reward_key=reward_key)
-        need_keys(optional=True, goal_key=goal_key, achieved_goal_key=achieved_goal_key)
+            check_function("terminated_fn", terminated_fn, parameters)
+        check_flags(as_numpy=as_numpy)
+        check_keys(reward_key=reward_key)
+        check_keys(optional=True, goal_key=goal_key, achieved_goal_key=achieved_goal_key)
 
         self.reward_fn = reward_fn
         self.terminated_fn = terminated_fn
@@ -120,7 +127,7 @@ class HindsightTransform(Transform):
         self.goal_key = goal_key
         self.achieved_goal_key = achieved_goal_key
         self.reward_key = under_next(reward_key)
-        self.generator = cpu_generator(generator)
+        self.generator = check_cpu_generator(generator)
 
     def __repr__(self) -> str:
         return (
@@ -220,7 +227,7 @@ class HindsightTransform(Transform):
         Raises:
             ValueError: the buffer does not follow trajectories (`ReplayBufferEnsemble`), or a batch is not flat.
         """
-        if batch_of(self, td).get(RELABELLED, None) is not None:
+        if check_batch(self, td).get(RELABELLED, None) is not None:
             return td
         if ends is not None:
             raise ValueError(
@@ -268,7 +275,7 @@ class HindsightTransform(Transform):
 
         for key in (goal, achieved, self.reward_key, *self.info_keys):
             if key not in columns:
-                error = missing_marker(key, columns)
+                error = missing_marker_error(key, columns)
                 if key == achieved:
                     error.args = (
                         f"{error.args[0]}. Hindsight goals are next observations: store batches with them, or compact "
@@ -314,7 +321,7 @@ class HindsightTransform(Transform):
 
         for key in (TERMINATED, DONE):
             if key not in columns:
-                raise missing_marker(key, columns)
+                raise missing_marker_error(key, columns)
         terminated = columns[TERMINATED]
         done = columns[DONE]
         # Without a truncated flag, a row that is done but not terminated was truncated.

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from flatroll.buffers.transforms.transform import Transform
-from flatroll.layout.checks import expect, flags, one_of, shown, whole_number
+from flatroll.layout.checks import as_text, check_choice, check_flags, check_type, check_whole_number
 from flatroll.layout.keys import NestedKey
 
 Interpolation = Literal["nearest", "nearest-exact", "bilinear", "bicubic"]
@@ -34,7 +34,7 @@ class _ImageTransform(Transform):
     def _entry(self, td: TensorDictBase, key: NestedKey) -> Any:
         """Return the images; check their shape, so that a batch dimension is not mistaken for one of an image."""
         value = super()._entry(td, key)
-        expect(f"{type(self).__name__}: batch[{key!r}]", value, Tensor, "a tensor")
+        check_type(f"{type(self).__name__}: batch[{key!r}]", value, Tensor, "a tensor")
         if value.ndim - td.batch_dims < 3:
             raise ValueError(
                 f"{type(self).__name__}: batch[{key!r}] must be [*B, ..., {self.axes}], got {list(value.shape)} in a "
@@ -80,12 +80,12 @@ class ToTensorImage(_ImageTransform):
         shape_tolerant: bool = False,
     ) -> None:
         super().__init__(in_keys, out_keys)
-        flags(unsqueeze=unsqueeze, shape_tolerant=shape_tolerant)
+        check_flags(unsqueeze=unsqueeze, shape_tolerant=shape_tolerant)
         if from_int is not None:
-            flags(from_int=from_int)
+            check_flags(from_int=from_int)
         if dtype is None:
             dtype = torch.get_default_dtype()
-        expect("dtype", dtype, torch.dtype, "a torch dtype or None")
+        check_type("dtype", dtype, torch.dtype, "a torch dtype or None")
 
         self.from_int = from_int
         self.unsqueeze = unsqueeze
@@ -156,14 +156,14 @@ class Resize(_ImageTransform):
         super().__init__(in_keys, out_keys)
         if isinstance(w, Sequence):
             if len(w) != 2:
-                raise ValueError(f"w must be one size or a pair of sizes, got {shown(w)}")
+                raise ValueError(f"w must be one size or a pair of sizes, got {as_text(w)}")
             w, h = w
 
-        self.w = whole_number("w", w)
+        self.w = check_whole_number("w", w)
         if h is None:
             h = self.w
-        self.h = whole_number("h", h)
-        self.interpolation = one_of("interpolation", interpolation, _INTERPOLATIONS)
+        self.h = check_whole_number("h", h)
+        self.interpolation = check_choice("interpolation", interpolation, _INTERPOLATIONS)
 
     def __repr__(self) -> str:
         return f"Resize({self.w}, {self.h}, {self.interpolation!r}, in_keys={self.in_keys}, out_keys={self.out_keys})"

@@ -11,7 +11,7 @@ from flatroll.buffers.columns.column import Columns, take_rows
 from flatroll.buffers.storages.next_pool import check_final_covers, next_columns
 from flatroll.buffers.transforms.transform import Get, Transform
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.checks import key_names, need_keys, number, whole_number
+from flatroll.layout.checks import check_key_names, check_keys, check_number, check_whole_number
 from flatroll.layout.delta import decode_delta
 from flatroll.layout.final import check_final, read_final
 from flatroll.layout.keys import (
@@ -24,7 +24,7 @@ from flatroll.layout.keys import (
     TRAJ_IDS,
     NestedKey,
     as_tuple,
-    missing_marker,
+    missing_marker_error,
     next_key,
     observation_keys,
     plain_key,
@@ -49,14 +49,14 @@ class NStep(Transform):
         mask_key: NestedKey | None = None,
     ) -> None:
         super().__init__()
-        self.gamma = float(number("gamma", gamma, least=0, most=1))
-        self._n_steps = whole_number("n_steps", n_steps)
-        need_keys(optional=True, done_key=done_key, mask_key=mask_key)
+        self.gamma = float(check_number("gamma", gamma, least=0, most=1))
+        self._n_steps = check_whole_number("n_steps", n_steps)
+        check_keys(optional=True, done_key=done_key, mask_key=mask_key)
 
         if reward_keys is None:
             reward_keys = "reward"
         if not isinstance(reward_keys, str):
-            rewards = key_names("reward_keys", reward_keys)
+            rewards = check_key_names("reward_keys", reward_keys)
         else:
             rewards = [reward_keys]
         if not rewards:
@@ -76,7 +76,7 @@ class NStep(Transform):
 
     @n_steps.setter
     def n_steps(self, n_steps: int) -> None:
-        self._n_steps = whole_number("n_steps", n_steps)
+        self._n_steps = check_whole_number("n_steps", n_steps)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(n_steps={self.n_steps}, gamma={self.gamma})"
@@ -147,7 +147,7 @@ class NStep(Transform):
         """Steps ``[N, 1]``, position ``[N]`` of the last row of each window, and the discounted sums of rewards."""
         for key in self.reward_keys:
             if key not in columns:
-                raise missing_marker(key, columns)
+                raise missing_marker_error(key, columns)
 
         rows, n = ahead.shape
         device = columns[self.reward_keys[0]].device

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flatroll.buffers.transforms.transform import Transform, keys_argument
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.checks import expect, flags, need_keys
+from flatroll.layout.checks import check_flags, check_keys, check_type
 from flatroll.layout.delta import signed
 from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey, flat_column, next_key, require
 
@@ -58,9 +58,9 @@ class NextStateReconstructor(Transform):
         strict: bool = True,
     ) -> None:
         roots = keys_argument("keys", keys)
-        need_keys(optional=True, traj_key=traj_key, done_key=done_key, step_count_key=step_count_key)
-        flags(strict=strict)
-        expect("fill_value", fill_value, (int, float), "a number")
+        check_keys(optional=True, traj_key=traj_key, done_key=done_key, step_count_key=step_count_key)
+        check_flags(strict=strict)
+        check_type("fill_value", fill_value, (int, float), "a number")
         super().__init__(roots, [next_key(key) for key in roots])
 
         self.keys = self.in_keys

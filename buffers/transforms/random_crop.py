@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flatroll.buffers.columns.column import take_rows
 from flatroll.buffers.transforms.transform import Transform
-from flatroll.layout.checks import cpu_generator, need_keys, whole_number
+from flatroll.layout.checks import check_cpu_generator, check_keys, check_whole_number
 from flatroll.layout.keys import IS_INIT, NestedKey, marker
 
 
@@ -54,13 +54,13 @@ class RandomCropTensorDict(Transform):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        self.sub_seq_len = whole_number("sub_seq_len", sub_seq_len)
-        need_keys(init_key=init_key)
-        need_keys(optional=True, mask_key=mask_key)
-        whole_number("sample_dim", sample_dim, -(2**31), 2**31)
+        self.sub_seq_len = check_whole_number("sub_seq_len", sub_seq_len)
+        check_keys(init_key=init_key)
+        check_keys(optional=True, mask_key=mask_key)
+        check_whole_number("sample_dim", sample_dim, -(2**31), 2**31)
 
         self.sample_dim = sample_dim
-        self.generator = cpu_generator(generator)
+        self.generator = check_cpu_generator(generator)
         self.mask_key = mask_key
         self.init_key = init_key
 

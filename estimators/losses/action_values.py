@@ -28,11 +28,11 @@ from flatroll.estimators.masked import (
 )
 from flatroll.estimators.reward_scale import RewardScale
 from flatroll.estimators.values.base import ValueEstimator
-from flatroll.estimators.values.estimators import ValueEstimators, name_of
+from flatroll.estimators.values.estimators import ValueEstimators, check_estimator_name
 from flatroll.estimators.values.evaluate import fill_missing
 from flatroll.kernels.scan import readable
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.checks import one_of, whole_number
+from flatroll.layout.checks import check_choice, check_whole_number
 from flatroll.layout.keys import (
     NEXT_KNOWN,
     KeyNames,
@@ -119,8 +119,8 @@ class OffPolicyLoss(LossModule):
     ) -> None:
         super().__init__(reduction=reduction, burn_in=burn_in, diagnostics=diagnostics)
         self.tensor_keys = KeyNames(self.tensor_keys, **{self.value_name: self.value_name})
-        one_of("loss_function", loss_function, DISTANCES)
-        one_of("use_prioritized_weights", use_prioritized_weights, (True, False, "auto"))
+        check_choice("loss_function", loss_function, DISTANCES)
+        check_choice("use_prioritized_weights", use_prioritized_weights, (True, False, "auto"))
 
         self.loss_function: Distance = loss_function
         self.use_prioritized_weights = use_prioritized_weights
@@ -154,7 +154,7 @@ class OffPolicyLoss(LossModule):
             ValueError: another estimator, or a number out of range.
             TypeError: another hyperparameter.
         """
-        kind = name_of(value_type)
+        kind = check_estimator_name(value_type)
         if kind == ValueEstimators.VTrace:
             raise ValueError(
                 "'vtrace' corrects state values by the actor's probabilities of the actions, but "
@@ -389,7 +389,7 @@ class OffPolicyLoss(LossModule):
         self.write_priority(inputs, reduce(torch.maximum, errors))
         kind = self.loss_function
 
-        if inputs.mask is None and self.reduction == "mean" and self.weights_of(inputs) is None:
+        if inputs.mask is None and self.reduction == "mean" and self.read_weights(inputs) is None:
             # distance and mean of all rows in one pass
             return reduce(torch.add, [DISTANCES[kind](value, target) for value in values])
 
@@ -420,7 +420,7 @@ class OffPolicyLoss(LossModule):
             error = zero_masked(error, ~inputs.unknown)
         set_entry(inputs.batch, self.key("priority"), zero_masked(error, inputs.real))
 
-    def weights_of(self, inputs: LossInputs) -> Tensor | None:
+    def read_weights(self, inputs: LossInputs) -> Tensor | None:
         """Return the importance weights ``[*B]`` of prioritized sampling; None if unused or missing."""
         key = self.key("priority_weight")
         column = None
@@ -440,7 +440,7 @@ class OffPolicyLoss(LossModule):
         With weights ``w`` (importance weights of prioritized sampling), the mean is ``sum(w * loss) / sum(w)``.
         """
         if weights is None:
-            weights = self.weights_of(inputs)
+            weights = self.read_weights(inputs)
         return super().reduce(inputs, loss, weights)
 
 
@@ -470,7 +470,7 @@ def critic_ensemble(
     if several:
         critics = list(cast(Iterable[Any], networks))
 
-    whole_number("number", number)
+    check_whole_number("number", number)
     if not critics:
         raise ValueError(
             "networks (qvalue_network of a loss) must hold at least one tensordict module, got none"
@@ -501,11 +501,11 @@ def critic_ensemble(
     return nn.ModuleList(critics)
 
 
-def action_space_of(space: object) -> ActionSpace | None:
+def name_action_space(space: object) -> ActionSpace | None:
     """Return the name of an action space given as a name, spec or space; None: the action's shape decides.
 
     >>> import gymnasium as gym
-    >>> action_space_of("one_hot"), action_space_of(gym.spaces.Discrete(3))
+    >>> name_action_space("one_hot"), name_action_space(gym.spaces.Discrete(3))
     ('one-hot', 'categorical')
     """
     if space is None:

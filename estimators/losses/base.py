@@ -38,7 +38,7 @@ from flatroll.layout.keys import (
     as_tuple,
     flat_column,
     marker,
-    missing_marker,
+    missing_marker_error,
     renamed,
     under_next,
 )
@@ -181,14 +181,14 @@ class LossModule(TensorDictModuleBase):
         self, *, reduction: Reduction | None = "mean", burn_in: int = 0, diagnostics: bool = True
     ) -> None:
         super().__init__()
-        checks.flags(diagnostics=diagnostics)
+        checks.check_flags(diagnostics=diagnostics)
         if reduction is None:
             reduction = "mean"
-        checks.one_of("reduction", reduction, ("mean", "sum", "none"))
+        checks.check_choice("reduction", reduction, ("mean", "sum", "none"))
 
         self.with_diagnostics = diagnostics
         self.reduction: Reduction = reduction
-        self.burn_in = checks.whole_number("burn_in", burn_in, 0)
+        self.burn_in = checks.check_whole_number("burn_in", burn_in, 0)
         self._warn_once = WarnOnce()
 
         self.tensor_keys = KeyNames(self.default_keys)
@@ -206,7 +206,7 @@ class LossModule(TensorDictModuleBase):
     @in_keys.setter
     def in_keys(self, value: Iterable[Any]) -> None:
         self._in_keys: list[Any] = unravel_key_list(list(value))
-        known = [key for name in self.tensor_keys for key in self.keys_of(name)]
+        known = [key for name in self.tensor_keys for key in self.named_keys(name)]
         read = (*self._in_keys, *known, *self.further_keys())
         self._readable_keys: list[Any] = list(dict.fromkeys(read))
         later = map(under_next, self._in_keys)  # a value estimator may read them
@@ -217,7 +217,7 @@ class LossModule(TensorDictModuleBase):
 
         `UpdateStep.epochs` and compiled updates pass nothing else to the loss, so a subclass that reads more adds it.
         """
-        made_of = [base_sample_key(key) for key in self.keys_of("action")]
+        made_of = [base_sample_key(key) for key in self.named_keys("action")]
         legal: list[NestedKey] = []
         if "action_mask" in self.tensor_keys:
             legal = [under_next(self.key("action_mask"))]
@@ -234,7 +234,7 @@ class LossModule(TensorDictModuleBase):
         """Compute the losses: see the class for the two ways to call it."""
         if not is_tensor_collection(tensordict):
             if tensordict is not None and not isinstance(tensordict, Tensor):
-                checks.need_rows(tensordict)
+                checks.check_rows(tensordict)
             columns: Any = () if tensordict is None else (tensordict, *args)
             return self._call_on_columns(*columns, **entries)
 
@@ -314,7 +314,7 @@ class LossModule(TensorDictModuleBase):
         Raises:
             ValueError: there are no rows at all.
         """
-        checks.need_rows(batch)
+        checks.check_rows(batch)
         if batch.batch_size.numel() == 0:  # TensorDict.numel() is at least 1
             raise ValueError(f"{type(self).__name__} needs at least one row, got a batch {list(batch.shape)}")
 
@@ -355,7 +355,7 @@ class LossModule(TensorDictModuleBase):
             return under_next(self.tensor_keys[name])
         return self.tensor_keys[name]
 
-    def keys_of(self, name: str) -> list[NestedKey]:
+    def named_keys(self, name: str) -> list[NestedKey]:
         """Return the :meth:`key` in a list, or the list of keys where a loss takes several for a name."""
         key = self.key(name)
         if isinstance(key, list):
@@ -373,14 +373,14 @@ class LossModule(TensorDictModuleBase):
             default = self.default_keys.get(name, name)
             if name in _UNDER_NEXT:
                 default = under_next(default)
-            raise self.missing(inputs, self.key(name), default)
+            raise self.missing_entry_error(inputs, self.key(name), default)
         return value
 
-    def missing(
+    def missing_entry_error(
         self, inputs: LossInputs, key: NestedKey, default: NestedKey | None = None, hint: str = ""
     ) -> KeyError:
         """Return the error for a missing entry: the loss, the entry, what writes it, and which entries there are."""
-        text = missing_marker(key, inputs.batch.keys(True, True), default).args[0]
+        text = missing_marker_error(key, inputs.batch.keys(True, True), default).args[0]
         return KeyError(f"{type(self).__name__}: {text}{hint}")
 
     def column(self, inputs: LossInputs, name: str) -> Tensor:
@@ -461,7 +461,7 @@ class LossModule(TensorDictModuleBase):
         if device is None:
             device = next((parameter.device for parameter in self.parameters()), None)
         else:
-            device = checks.torch_device("device", device)
+            device = checks.check_device("device", device)
 
         kind = dtype or torch.get_default_dtype()
         self.register_buffer(name, number.reshape(()).to(device, kind, copy=True))
@@ -517,7 +517,7 @@ def target_copy(network: N) -> N:
     >>> target_copy(nn.Linear(2, 1)).weight.requires_grad
     False
     """
-    checks.expect("network", network, nn.Module, "a torch.nn.Module")
+    checks.check_type("network", network, nn.Module, "a torch.nn.Module")
     return copy_network(network).requires_grad_(False)
 
 
@@ -672,10 +672,10 @@ class SoftUpdate(TargetNetUpdater):
 
         if tau is None:
             share = cast(float, eps)
-            checks.number("eps", share, least=0, most=1)
+            checks.check_number("eps", share, least=0, most=1)
             self.eps = share
         else:
-            checks.number("tau", tau, least=0, most=1)
+            checks.check_number("tau", tau, least=0, most=1)
             self.eps = 1.0 - tau
 
     @override
@@ -711,7 +711,7 @@ class HardUpdate(TargetNetUpdater):
 
     def __init__(self, loss_module: LossModule, *, value_network_update_interval: int = 1000) -> None:
         super().__init__(loss_module)
-        self.value_network_update_interval = checks.whole_number(
+        self.value_network_update_interval = checks.check_whole_number(
             "value_network_update_interval", value_network_update_interval
         )
         self.counter = 0

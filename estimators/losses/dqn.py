@@ -13,14 +13,14 @@ from flatroll.estimators.losses.action_values import (
     STEPS,
     ActionSpace,
     OffPolicyLoss,
-    action_space_of,
+    name_action_space,
     value_of_action,
 )
 from flatroll.estimators.losses.base import LossInputs, NetworkParameters, target_copy
 from flatroll.estimators.masked import Distance, Reduction, masked_mean
 from flatroll.estimators.values.evaluate import NetworkInputs, ValueInputs, Values, state_values
 from flatroll.estimators.values.extended_stream import Boundaries
-from flatroll.layout.checks import flags
+from flatroll.layout.checks import check_flags
 from flatroll.layout.keys import ACTION_MASK, OBSERVATION, NestedKey, next_key, require
 from flatroll.layout.tensordict_seam import get_entry, nest
 from flatroll.modules import set_recurrent_mode
@@ -104,7 +104,7 @@ class DQNLoss(OffPolicyLoss):
             diagnostics=diagnostics,
         )
 
-        flags(delay_value=delay_value, double_dqn=double_dqn)
+        check_flags(delay_value=delay_value, double_dqn=double_dqn)
         if double_dqn and not delay_value:
             raise ValueError(
                 "double_dqn=True needs delay_value=True: the delayed copy evaluates the chosen action"
@@ -124,7 +124,7 @@ class DQNLoss(OffPolicyLoss):
 
         self.delay_value = delay_value
         self.double_dqn = double_dqn
-        self.action_space: ActionSpace | None = action_space_of(action_space)
+        self.action_space: ActionSpace | None = name_action_space(action_space)
         self.set_keys()
 
     @override

@@ -16,12 +16,12 @@ from torch.distributions import Distribution
 from typing_extensions import override
 
 from flatroll.estimators.distributions import (
+    compute_divergence,
+    compute_entropy,
+    compute_log_prob,
     distribution_for,
-    divergence_of,
-    entropy_of,
     joint,
     keys_written_by,
-    log_prob_of,
     log_prob_parts,
     part_key,
     require_actor,
@@ -188,7 +188,7 @@ def clip_limits(clip_epsilon: Coefficient | Sequence[float], single: bool = Fals
         numbers = {"clip_epsilon_low": clip_epsilon[0], "clip_epsilon_high": clip_epsilon[1]}
 
     for number in numbers.values():
-        checks.number("clip_epsilon", number)
+        checks.check_number("clip_epsilon", number)
     low, *_, high = 2 * (*numbers.values(),)  # a single number sets both
     if not (0.0 < low < 1.0 and high > 0.0):
         raise ValueError(f"clip_epsilon must be above 0, and below 1 on the lower side, got {clip_epsilon}")
@@ -358,14 +358,14 @@ class PolicyGradientLoss(LossModule):
         super().__init__(reduction=reduction, burn_in=burn_in, diagnostics=diagnostics)
 
         networks = check_networks(self, actor_network, critic_network, actor, critic)
-        checks.one_of("loss_critic_type", loss_critic_type, DISTANCES)
-        checks.flags(
+        checks.check_choice("loss_critic_type", loss_critic_type, DISTANCES)
+        checks.check_flags(
             entropy_bonus=entropy_bonus,
             normalize_advantage=normalize_advantage,
             separate_losses=separate_losses,
             functional=functional,
         )
-        checks.whole_number("samples_mc_entropy", samples_mc_entropy)
+        checks.check_whole_number("samples_mc_entropy", samples_mc_entropy)
 
         self.actor_network, self.critic_network = networks
 
@@ -422,7 +422,7 @@ class PolicyGradientLoss(LossModule):
             names.append("value_target")
             if self.clip_value is not None:
                 names.append("value")
-        of_loss = [key for name in names for key in self.keys_of(name)]
+        of_loss = [key for name in names for key in self.named_keys(name)]
 
         actor = cast(Any, self.actor_network)
         of_critic: list[Any] = []
@@ -518,7 +518,9 @@ class PolicyGradientLoss(LossModule):
         policy_name, critic_name = self.loss_names
         if get_entry(batch, self.key("advantage")) is None:
             hint = ". Or let the loss compute it: loss.make_value_estimator(...)"
-            raise self.missing(inputs, self.key("advantage"), self.default_keys["advantage"], hint)
+            raise self.missing_entry_error(
+                inputs, self.key("advantage"), self.default_keys["advantage"], hint
+            )
 
         advantage = self.column(inputs, "advantage")
         if self.normalize_advantage and advantage.numel() > 1:
@@ -531,7 +533,7 @@ class PolicyGradientLoss(LossModule):
             dist, after_actor = distribution_for(readers, self.actor_network, inputs.readable)
             parts = components(dist)
 
-            actions = self.keys_of("action")
+            actions = self.named_keys("action")
             log_probs = []
             for key, part in parts.items():
                 if key is None:
@@ -540,9 +542,9 @@ class PolicyGradientLoss(LossModule):
                     key = part_key(key, actions, self.actor_network)
                 action = get_entry(inputs.batch, key)
                 if action is None:
-                    raise self.missing(inputs, key, ACTION)
+                    raise self.missing_entry_error(inputs, key, ACTION)
                 base = get_entry(inputs.batch, base_sample_key(key))
-                log_probs.append(joint(log_prob_of(part, action, base, self._warn_once), inputs.batch))
+                log_probs.append(joint(compute_log_prob(part, action, base, self._warn_once), inputs.batch))
 
             # parts of an action are independent: their log-probabilities and entropies add up
             log_prob = reduce(torch.add, log_probs)
@@ -553,7 +555,7 @@ class PolicyGradientLoss(LossModule):
                 entropies: dict[Any, Tensor] = {}
                 for key, part in parts.items():
                     place = self.tensor_keys["action"] if key is None else key
-                    entropies[place] = joint(entropy_of(part, self.samples_mc_entropy), inputs.batch)
+                    entropies[place] = joint(compute_entropy(part, self.samples_mc_entropy), inputs.batch)
                 entropy = reduce(torch.add, entropies.values())
 
                 factor = self.entropy_coeff
@@ -679,11 +681,11 @@ class PPOLoss(PolicyGradientLoss):
 
         The sampled log-probability may have one entry per part of the action; these are summed.
         """
-        names = sampled_log_prob_keys(self.actor_network, self.keys_of("sample_log_prob"), inputs.batch)
+        names = sampled_log_prob_keys(self.actor_network, self.named_keys("sample_log_prob"), inputs.batch)
         columns = [get_entry(inputs.batch, name) for name in names]
         for name, column in zip(names, columns, strict=True):
             if column is None:
-                raise self.missing(inputs, name, self.default_keys["sample_log_prob"])
+                raise self.missing_entry_error(inputs, name, self.default_keys["sample_log_prob"])
 
         sampled = reduce(torch.add, [joint(column.detach(), inputs.batch) for column in columns])
 
@@ -850,11 +852,11 @@ class KLPENPPOLoss(PPOLoss):
         samples_mc_kl: int = 1,
         **options: Unpack[PolicyOptions],
     ) -> None:
-        checks.number("dtarg", dtarg)
-        checks.number("beta", beta)
-        checks.whole_number("samples_mc_kl", samples_mc_kl)
-        checks.number("increment", increment, least=1)
-        checks.number("decrement", decrement, above=0, most=1)
+        checks.check_number("dtarg", dtarg)
+        checks.check_number("beta", beta)
+        checks.check_whole_number("samples_mc_kl", samples_mc_kl)
+        checks.check_number("increment", increment, least=1)
+        checks.check_number("decrement", decrement, above=0, most=1)
 
         super().__init__(actor_network, critic_network, **options)
 
@@ -890,11 +892,11 @@ class KLPENPPOLoss(PPOLoss):
         for key in actor.dist_params_keys:
             if inputs.batch.get(key, None) is None:
                 hint = ". It says how the actions were sampled: the policy must write it when it acts"
-                raise self.missing(inputs, key, hint=hint)
+                raise self.missing_entry_error(inputs, key, hint=hint)
 
         sampled = components(actor.build_dist_from_params(inputs.batch))
         current = components(dist)
-        pairs = [divergence_of(part, current[key], self.samples_mc_kl) for key, part in sampled.items()]
+        pairs = [compute_divergence(part, current[key], self.samples_mc_kl) for key, part in sampled.items()]
         divergence = reduce(torch.add, [joint(pair, inputs.batch) for pair in pairs])
         divergence = zero_masked(divergence, inputs.mask)
         mean = masked_mean(divergence.detach(), inputs.mask)
@@ -1014,7 +1016,7 @@ class ReinforceLoss(PolicyGradientLoss):
         super().__init__(actor_network, critic_network, entropy_bonus=False, **options)
 
         critic = self.critic_network
-        checks.flags(delay_value=delay_value)
+        checks.check_flags(delay_value=delay_value)
         if delay_value and critic is None:
             raise ValueError("delay_value=True needs a critic_network")
 

@@ -24,8 +24,8 @@ from flatroll.estimators.distributions import (
 from flatroll.estimators.losses.action_values import (
     ActionSpace,
     OffPolicyLoss,
-    action_space_of,
     critic_ensemble,
+    name_action_space,
     value_of_action,
 )
 from flatroll.estimators.losses.base import (
@@ -39,7 +39,7 @@ from flatroll.estimators.losses.base import (
 )
 from flatroll.estimators.masked import Distance, Reduction, as_number, distance, masked_mean
 from flatroll.estimators.values.evaluate import NetworkInputs
-from flatroll.layout.checks import flags, number, whole_number
+from flatroll.layout.checks import check_flags, check_number, check_whole_number
 from flatroll.layout.keys import ACTION, NestedKey, as_tuple, flat_column, next_key
 from flatroll.layout.sampling import components, draw
 from flatroll.layout.tensordict_seam import call_for, get_entry, nest, set_entry, shallow_copy
@@ -112,17 +112,17 @@ class SoftActorCritic(OffPolicyLoss):
         )
 
         require_actor(actor_network)
-        flags(
+        check_flags(
             fixed_alpha=fixed_alpha,
             delay_actor=delay_actor,
             delay_qvalue=delay_qvalue,
             separate_losses=separate_losses,
             skip_done_states=skip_done_states,
         )
-        whole_number("num_qvalue_nets", num_qvalue_nets)
+        check_whole_number("num_qvalue_nets", num_qvalue_nets)
         for name, limit in (("alpha_init", alpha_init), ("min_alpha", min_alpha), ("max_alpha", max_alpha)):
             if limit is not None or name == "alpha_init":
-                number(name, cast(float, limit))
+                check_number(name, cast(float, limit))
 
         low = min_alpha or 0.0
         high = math.inf if max_alpha is None else max_alpha
@@ -154,7 +154,7 @@ class SoftActorCritic(OffPolicyLoss):
         if isinstance(target_entropy, Tensor):  # a buffer that a schedule may change
             self.register_coeff_buffer("target_entropy", target_entropy)
         elif isinstance(target_entropy, (int, float)):
-            self.target_entropy = float(number("target_entropy", target_entropy))
+            self.target_entropy = float(check_number("target_entropy", target_entropy))
         elif isinstance(target_entropy, str) and target_entropy == "auto":
             self.target_entropy = target_entropy
         else:
@@ -181,7 +181,7 @@ class SoftActorCritic(OffPolicyLoss):
 
         # The entries read from the batch, at the root and under "next"; the actor writes the others.
         actor: Any = self.actor_network
-        made = {as_tuple(key) for key in (*actor.out_keys, *self.keys_of("action"), ACTION)}
+        made = {as_tuple(key) for key in (*actor.out_keys, *self.named_keys("action"), ACTION)}
         observed: list[Any] = []
         for key in dict.fromkeys(key for network in networks for key in network.in_keys):
             names = as_tuple(key)
@@ -190,7 +190,7 @@ class SoftActorCritic(OffPolicyLoss):
         self._observed = observed
 
         inputs: list[Any] = [*observed, *map(next_key, observed)]
-        self.in_keys = [*inputs, *self.keys_of("action"), self.key("reward"), self.key("terminated")]
+        self.in_keys = [*inputs, *self.named_keys("action"), self.key("reward"), self.key("terminated")]
 
         written: list[Any] = ["loss_actor", "loss_qvalue", "loss_alpha"]
         if self.with_diagnostics:
@@ -234,9 +234,9 @@ class SoftActorCritic(OffPolicyLoss):
         # The losses of actor and critics.
         work = shallow_copy(inputs.readable)  # the actor writes into this copy, which critics may read
         dist = distribution(actor, work)
-        for key in self.keys_of("action"):
+        for key in self.named_keys("action"):
             if get_entry(inputs.batch, key) is None:
-                raise self.missing(inputs, key, ACTION)
+                raise self.missing_entry_error(inputs, key, ACTION)
         value_losses = self._value_losses(inputs, work, dist, alpha)
         read = work.detach() if self.separate_losses else work
         with self._detach_shared(critics):
@@ -432,7 +432,7 @@ class SACLoss(SoftActorCritic):
     def _sample_action(self, dist: Distribution, work: TensorDictBase) -> tuple[TensorDictBase, Tensor]:
         """Return a shallow copy of the batch with a new action, and its log-probability ``[*B]``."""
         copy = shallow_copy(work)
-        actions = self.keys_of("action")
+        actions = self.named_keys("action")
         log_probs = []
         for key, part in components(dist).items():
             if not part.has_rsample:
@@ -475,7 +475,7 @@ class SACLoss(SoftActorCritic):
         rows = inputs.batch.batch_size.numel()
 
         dims = 0
-        for key in self.keys_of("action"):
+        for key in self.named_keys("action"):
             action: Tensor | TensorDictBase = get_entry(inputs.batch, key)
             if isinstance(action, Tensor):
                 leaves = [action]
@@ -540,8 +540,8 @@ class DiscreteSACLoss(SoftActorCritic):
         **options: Unpack[SACOptions],
     ) -> None:
         super().__init__(actor_network, qvalue_network, **options)
-        self.action_space: ActionSpace | None = action_space_of(action_space)
-        self.target_entropy_weight = number("target_entropy_weight", target_entropy_weight)
+        self.action_space: ActionSpace | None = name_action_space(action_space)
+        self.target_entropy_weight = check_number("target_entropy_weight", target_entropy_weight)
 
     @override
     def _next_value(

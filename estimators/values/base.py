@@ -36,13 +36,13 @@ from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import (
     BLAMED,
     blame_entries,
-    dense_tensor,
-    flags,
-    need_keys,
-    need_rows,
-    one_of,
-    torch_device,
-    whole_number,
+    check_choice,
+    check_dense_tensor,
+    check_device,
+    check_flags,
+    check_keys,
+    check_rows,
+    check_whole_number,
 )
 from flatroll.layout.keys import (
     IS_INIT,
@@ -153,7 +153,7 @@ def stream_from(options: EstimatorOptions) -> tuple[bool, int | None]:
     shifted = shifted or bool(single_call)
 
     budget = options.get("shifted_budget")
-    if budget is not None and whole_number("shifted_budget", budget) and not shifted:
+    if budget is not None and check_whole_number("shifted_budget", budget) and not shifted:
         raise ValueError(
             f"shifted_budget={budget} sets the length of the single call with shifted=True: pass shifted=True "
             "as well"
@@ -248,14 +248,14 @@ class ValueEstimator(TensorDictModuleBase):
         skip_existing = options.get("skip_existing")
         if skip_existing is None:
             skip_existing = False
-        flags(
+        check_flags(
             average_rewards=average_rewards,
             differentiable=options.get("differentiable", False),
             skip_existing=skip_existing,
             check_finite=options.get("check_finite", False),
         )
         keys = ("group_key", "advantage_key", "value_target_key", "value_key")
-        need_keys(optional=True, **{name: options.get(name) for name in keys})
+        check_keys(optional=True, **{name: options.get(name) for name in keys})
 
         # How the network is evaluated.
         self.chunks = chunks_from(options)
@@ -263,7 +263,7 @@ class ValueEstimator(TensorDictModuleBase):
         self.differentiable = bool(options.get("differentiable", False))
         self.skip_existing = bool(options.get("skip_existing"))
         self.check_finite = options.get("check_finite", False)
-        self.bootstrap_missing = one_of(
+        self.bootstrap_missing = check_choice(
             "bootstrap_missing", options.get("bootstrap_missing", "error"), ("error", "current", "mask")
         )
 
@@ -298,7 +298,7 @@ class ValueEstimator(TensorDictModuleBase):
             setattr(self, name, unit_interval(name, x))
             return
 
-        dense_tensor(name, x)
+        check_dense_tensor(name, x)
         if not x.numel():
             raise ValueError(
                 f"{name} must be a number or one per row, got an empty tensor of shape {tuple(x.shape)}"
@@ -308,7 +308,7 @@ class ValueEstimator(TensorDictModuleBase):
             unit_interval(name, bound)
 
         if device is not None:
-            x = x.to(torch_device("device", device))
+            x = x.to(check_device("device", device))
         self.register_buffer(name, x)
 
     def set_keys(self, **keys: NestedKey | None) -> None:
@@ -446,10 +446,10 @@ class ValueEstimator(TensorDictModuleBase):
         final: TensorDictBase | None,
     ) -> tuple[Tensor, Tensor, Values]:
         """Advantage, target and values of a batch, time in any of its dims: turned to the last one and back here."""
-        need_rows(batch)
+        check_rows(batch)
 
         if next_value is not None:
-            dense_tensor("next_value", next_value)
+            check_dense_tensor("next_value", next_value)
 
         last = batch.batch_dims - 1
         if last < 0:

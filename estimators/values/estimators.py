@@ -14,9 +14,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll.estimators.distributions import (
+    compute_log_prob,
     distribution,
     joint,
-    log_prob_of,
     log_prob_parts,
     part_key,
     require_actor,
@@ -33,7 +33,7 @@ from flatroll.estimators.values.evaluate import NetworkInputs, broadcast_like, f
 from flatroll.estimators.values.extended_stream import run_stops
 from flatroll.kernels.scan import residual_scan
 from flatroll.layout.boundaries import starts_from
-from flatroll.layout.checks import dense_tensor, flags, number, one_of
+from flatroll.layout.checks import check_choice, check_dense_tensor, check_flags, check_number
 from flatroll.layout.keys import ACTION, NestedKey, key_list, require
 from flatroll.layout.sampling import base_sample_key, components
 from flatroll.layout.tensordict_seam import get_entry
@@ -95,7 +95,7 @@ class GAE(ValueEstimator):
         average_gae: bool = False,
         **options: Unpack[EstimatorOptions],
     ) -> None:
-        flags(average_gae=average_gae)
+        check_flags(average_gae=average_gae)
         super().__init__(gamma=gamma, value_network=value_network, standardize=average_gae, **options)
         self.number("lmbda", lmbda, options.get("device"))
 
@@ -326,15 +326,15 @@ class VTrace(ValueEstimator):
         average_adv: bool = False,
         **options: Unpack[EstimatorOptions],
     ) -> None:
-        flags(average_adv=average_adv)
+        check_flags(average_adv=average_adv)
         super().__init__(gamma=gamma, value_network=value_network, standardize=average_adv, **options)
         require_actor(actor_network)
         self.actor_network = actor_network
 
         for name, threshold in (("rho_thresh", rho_thresh), ("c_thresh", c_thresh)):
             if not isinstance(threshold, Tensor) or threshold.is_meta:
-                number(name, threshold, least=0)
-            elif not bool((dense_tensor(name, threshold) >= 0.0).all()):
+                check_number(name, threshold, least=0)
+            elif not bool((check_dense_tensor(name, threshold) >= 0.0).all()):
                 raise ValueError(f"{name} must be at least 0, got {threshold}")
 
         self.rho_thresh = rho_thresh
@@ -415,7 +415,7 @@ class VTrace(ValueEstimator):
                 base = get_entry(batch, base_sample_key(key))
                 if base is not None:
                     base = flat_rows(base, dims)[start:stop]
-                of_parts.append(joint(log_prob_of(dist, action, base, self._warn_once), part))
+                of_parts.append(joint(compute_log_prob(dist, action, base, self._warn_once), part))
 
             log_probs.append(reduce(torch.add, of_parts))
 
@@ -449,14 +449,14 @@ _CLASSES: dict[str, type[ValueEstimator]] = {
 }
 
 
-def name_of(kind: str | type[ValueEstimator]) -> str:
+def check_estimator_name(kind: str | type[ValueEstimator]) -> str:
     """Return the name of an estimator kind; ValueError if it is unknown.
 
-    >>> name_of("TDLambda"), name_of(GAE)
+    >>> check_estimator_name("TDLambda"), check_estimator_name(GAE)
     ('td_lambda', 'gae')
     """
     if isinstance(kind, str):
-        return one_of("value_type", str(ValueEstimators.__members__.get(kind, kind)), tuple(_CLASSES))
+        return check_choice("value_type", str(ValueEstimators.__members__.get(kind, kind)), tuple(_CLASSES))
 
     for name, known in _CLASSES.items():
         if kind is known:
@@ -481,7 +481,7 @@ def make_estimator(
     is_own = isinstance(kind, type) and issubclass(kind, ValueEstimator)
     chosen: Any = kind
     if not is_own:
-        chosen = _CLASSES[name_of(cast(str, kind))]
+        chosen = _CLASSES[check_estimator_name(cast(str, kind))]
 
     known = inspect.signature(chosen).parameters
     if networks["value_network"] is None and "value_network" not in arguments:

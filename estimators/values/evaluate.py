@@ -29,7 +29,7 @@ from flatroll.estimators.values.extended_stream import (
 )
 from flatroll.kernels.scan import is_tracing, zeroed
 from flatroll.layout.boundaries import starts_from
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import check_whole_number
 from flatroll.layout.final import Final, read_final
 from flatroll.layout.keys import NestedKey, next_key, require
 from flatroll.layout.tensordict_seam import call_network, get_entry
@@ -81,7 +81,7 @@ class Chunks:
 
         for name, n in (("value_chunk_size", self.size), ("num_chunks", self.number)):
             if n is not None:
-                whole_number(name, n)
+                check_whole_number(name, n)
 
         object.__setattr__(self, "whole", self.size is None and self.number in (None, 1))
 
@@ -365,14 +365,16 @@ def _row_by_row(
         if one_call and over.numel() <= _FEW_ROWS and sum(c.nbytes for c in part.values()) <= _FEW_BYTES:
             # Observations first, then next observations, in a single call.
             pairs = {key: torch.cat([column, filled[key]]) for key, column in part.items()}
-            both = value_of(network.module, pairs, torch.Size([2 * count, *shape[1:]]), inputs.value_key, now)
+            both = evaluate_network(
+                network.module, pairs, torch.Size([2 * count, *shape[1:]]), inputs.value_key, now
+            )
             values.append(both[:count])
             next_values.append(both[count:])
             continue
 
         if value is None:
-            values.append(value_of(network.module, part, shape, inputs.value_key, now))
-        next_values.append(value_of(network.module, filled, shape, inputs.value_key, then))
+            values.append(evaluate_network(network.module, part, shape, inputs.value_key, now))
+        next_values.append(evaluate_network(network.module, filled, shape, inputs.value_key, then))
 
     if value is None:
         value = values[0] if len(values) == 1 else torch.cat(values, dim)
@@ -495,7 +497,7 @@ def _values_at_places(
     values = []
     for start, stop in chunks.spans(stream.places, stops, each=each, first=first):
         columns = _columns_at_places(inputs, observations, stream, start, stop)
-        values.append(value_of(module, columns, torch.Size([stop - start]), key, parameters))
+        values.append(evaluate_network(module, columns, torch.Size([stop - start]), key, parameters))
 
     if len(values) == 1:
         return values[0]
@@ -676,7 +678,7 @@ def _warn_of_nan(
         )
 
 
-def value_of(
+def evaluate_network(
     network: TensorDictModuleBase,
     columns: Mapping[NestedKey, Tensor],
     shape: torch.Size,

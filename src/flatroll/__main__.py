@@ -58,7 +58,7 @@ class CommandError(Exception):
     """Wrong usage that is found only after the arguments are parsed."""
 
 
-def unknown_name(kind: str, names: Sequence[str], known: Iterable[str]) -> CommandError:
+def unknown_name_error(kind: str, names: Sequence[str], known: Iterable[str]) -> CommandError:
     """Return the error for unknown names; it lists the known names and the closest match."""
     known = list(known)
     near = get_close_matches(names[0], known, 1)  # not `checks.did_you_mean`: that would import torch
@@ -117,7 +117,7 @@ def run_program(name: str, argv: list[str]) -> int:
     from flatroll.examples.common import parse, programs
 
     if name not in (known := programs()):
-        raise unknown_name("program", [name], known)
+        raise unknown_name_error("program", [name], known)
     parse(name, argv)  # --help and usage errors exit here, before torch is imported
     return int(import_module(f"flatroll.examples.{name}").main(argv))
 
@@ -229,7 +229,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
     names = [name.removeprefix(BENCH_PREFIX) for name in arguments.names] or list(known)
     unknown = sorted(set(names) - set(known))
     if unknown:
-        raise unknown_name("benchmark", unknown, known)
+        raise unknown_name_error("benchmark", unknown, known)
 
     if arguments.list:
         print("\n".join(names))
@@ -318,7 +318,7 @@ def use_steps() -> None:
     from tensordict import TensorDict
 
     from flatroll import buffers
-    from flatroll.disk.tensor_file import checksum_of
+    from flatroll.disk.tensor_file import compute_checksum
     from flatroll.kernels.rows.row_index import HashedRows
     from flatroll.kernels.rows.words import hash_words
     from flatroll.trees import MCTSForest
@@ -361,7 +361,7 @@ def use_steps() -> None:
 
     hash_words(torch.zeros(2, 1, dtype=torch.int64))
     HashedRows(1).truncate(0)
-    checksum_of("xxh64", [memoryview(b"rows")])
+    compute_checksum("xxh64", [memoryview(b"rows")])
 
 
 def find_checkout() -> Path:

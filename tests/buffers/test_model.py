@@ -158,7 +158,7 @@ class Machine(RuleBasedStateMachine):
             step = stored[chain[0]]
             named.setdefault(step.traj if self.ids == "unique" else step.writer, []).extend(chain)
         for name, rows in named.items():
-            assert not self.ids or index.rows_of(name).tolist() == rows
+            assert not self.ids or index.find_rows(name).tolist() == rows
 
     @invariant()
     def pool_holds_only_what_no_row_holds(self) -> None:

@@ -13,7 +13,7 @@ from gymnasium import spaces
 
 from flatroll.rollouts import Collector
 from flatroll.wrappers import FunctionalEnv, as_functional, as_vector_env
-from flatroll.wrappers.functional_env import family_of, gym_space
+from flatroll.wrappers.functional_env import find_family, gym_space
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -35,8 +35,8 @@ def simulator(module: str, name: str = "Env", **attributes: Any) -> Any:
     ],
 )
 def test_simulators_are_known_by_their_package(module: str) -> None:
-    assert family_of(simulator(module)) is not None
-    assert family_of(simulator("somebody." + module)) is None
+    assert find_family(simulator(module)) is not None
+    assert find_family(simulator("somebody." + module)) is None
 
 
 def test_a_functional_env_of_gymnasium_s_and_its_vector_env() -> None:

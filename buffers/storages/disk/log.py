@@ -121,7 +121,7 @@ class RowLog:
     def check(self) -> None:
         """Raise an error of the thread since the last call; ValueError if the log is closed."""
         if self.closed:
-            raise self._is_closed()
+            raise self._closed_error()
 
         error = self._error
         self._error = None
@@ -189,7 +189,7 @@ class RowLog:
         # start, they stay uncounted.
         with self._turn:
             if self.closed:
-                raise self._is_closed()
+                raise self._closed_error()
             self._begin_writing(first + count)
             self.end = first + count
         self._unfinished = False
@@ -381,7 +381,7 @@ class RowLog:
                 self.end = first
             self._refresh()
 
-    def _is_closed(self) -> ValueError:
+    def _closed_error(self) -> ValueError:
         return ValueError(f"the storage of {self.folder.path} is closed: open the folder again")
 
     # -- writer thread ---------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from flatroll.buffers.index.saved_tables import check_rows, damaged
 from flatroll.buffers.index.top_k_ring import RankedRing
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.storages.column_storage import ColumnStorage
-from flatroll.buffers.storages.disk.column import DiskColumn, no_edits
+from flatroll.buffers.storages.disk.column import DiskColumn, no_edits_error
 from flatroll.buffers.storages.disk.forms import Form, FrameForm, ZstdForm
 from flatroll.buffers.storages.disk.layout import Layout, columns_differ
 from flatroll.buffers.storages.disk.log import FlushRule, RowLog
@@ -35,7 +35,7 @@ from flatroll.buffers.storages.tensors import Encodings
 from flatroll.disk import Folder, LoadedVersion, Ragged, Segment, Version, column_name
 from flatroll.disk.segments import MOST_ROWS
 from flatroll.disk.tensor_file import dtype_name
-from flatroll.layout.checks import flags, number, whole_number
+from flatroll.layout.checks import check_flags, check_number, check_whole_number
 from flatroll.layout.keys import NestedKey
 
 _PARTS = 32  # minimum number of files of a full storage: the oldest also holds dropped rows
@@ -130,14 +130,14 @@ class DiskStorage(ColumnStorage):
 
         parts = None
         if max_size is not None:
-            whole_number("max_size", max_size)
+            check_whole_number("max_size", max_size)
             parts = -(-max_size // _PARTS)
         if flush_rows is not None:
-            whole_number("flush_rows", flush_rows)
+            check_whole_number("flush_rows", flush_rows)
         if flush_seconds is not None:
             hint = "None for no limit"
-            number("flush_seconds", flush_seconds, above=0, most=threading.TIMEOUT_MAX, hint=hint)
-        flags(read_only=read_only, sync=sync, verify=verify)
+            check_number("flush_seconds", flush_seconds, above=0, most=threading.TIMEOUT_MAX, hint=hint)
+        check_flags(read_only=read_only, sync=sync, verify=verify)
 
         self.read_only = read_only
         self._process = os.getpid()
@@ -381,7 +381,7 @@ class DiskStorage(ColumnStorage):
                         self._cut()
                     if high > first:
                         self._batch = piece, max(low, first)
-                        write(self._columns_of(piece, max(low, first), high), None)
+                        write(self._read_plain_columns(piece, max(low, first), high), None)
         finally:
             self.filling = False
             self._batch = None
@@ -395,7 +395,7 @@ class DiskStorage(ColumnStorage):
         if isinstance(self._ring, TrajectoryIndex):
             self._ring.load_state_dict(self._ring.state_dict())
 
-    def _columns_of(self, piece: Piece, low: int, high: int) -> TensorDict:
+    def _read_plain_columns(self, piece: Piece, low: int, high: int) -> TensorDict:
         """Return a file's rows of the columns that need no decoding."""
         plain = {
             key: column[low - piece.first : high - piece.first]
@@ -515,11 +515,11 @@ class DiskStorage(ColumnStorage):
 
     @override
     def put(self, slots: Tensor, rows: Rows, at: Tensor | None = None) -> None:
-        raise no_edits()
+        raise no_edits_error()
 
     @override
     def write_drawn(self, draw: Draw, data: Any, shape: torch.Size, keys: BoundaryKeys | None) -> None:
-        raise no_edits()
+        raise no_edits_error()
 
     @override
     def read_rows(

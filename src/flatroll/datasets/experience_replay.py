@@ -28,10 +28,10 @@ from flatroll.buffers.replay_buffer import Drawn, Made
 from flatroll.buffers.transforms.transform import TransformLike
 from flatroll.datasets.fetch import fetch_url
 from flatroll.datasets.folders import Batch, convert, recover_place
-from flatroll.datasets.ids import unknown_id
+from flatroll.datasets.ids import unknown_id_error
 from flatroll.datasets.preprocess import RowsDataset, preprocess
 from flatroll.disk import Folder
-from flatroll.layout.checks import expect, file_path, flags, one_of, whole_number
+from flatroll.layout.checks import check_choice, check_flags, check_path, check_type, check_whole_number
 from flatroll.layout.keys import NestedKey
 from flatroll.layout.trajectories import split_trajectories
 
@@ -127,14 +127,14 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         root = options.pop("root", None)
         self.root = Path.home() / ".cache/flatroll" / self.kind
         if root is not None:
-            self.root = file_path("root", root).expanduser().absolute()
+            self.root = check_path("root", root).expanduser().absolute()
 
         named = {name: options.get(name, False) for name in ("pin_memory", "split_trajs", "verify")}
-        flags(**named)
+        check_flags(**named)
         if (progress := options.get("progress")) is not None:
-            flags(progress=progress)
+            check_flags(progress=progress)
         if (writer := options.get("writer")) is not None:
-            expect("writer", writer, Writer, "a Writer")
+            check_type("writer", writer, Writer, "a Writer")
 
         download = options.pop("download", True)
         fetch = options.pop("fetch", None)
@@ -144,7 +144,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
             if isinstance(urls, str):
                 urls = [urls]
             fetch = partial(self._download, urls)
-        one_of("download", download, (True, False, "force"))
+        check_choice("download", download, (True, False, "force"))
         encoded = {name: options.pop(name, None) for name in ("codec", "frame_stack", "progress")}  # type: ignore[misc]
 
         self.data_path = self._place()
@@ -189,7 +189,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
             longest = self._longest_trajectory(storage)
             options["sampler"] = options.get("sampler") or SliceSampler(slice_len=longest, fill=False)
             if size is not None:
-                size = whole_number("batch_size", size) * longest
+                size = check_whole_number("batch_size", size) * longest
         self._longest = longest
         super().__init__(storage, batch_size=size, **options)  # type: ignore[arg-type]
         if not len(self):
@@ -230,7 +230,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
     def _check_known(self) -> None:
         """Raise ValueError if the name is not in `available_datasets`."""
         if self.available_datasets and self.dataset_id not in self.available_datasets:
-            raise unknown_id(type(self).__name__, self.dataset_id, self.available_datasets)
+            raise unknown_id_error(type(self).__name__, self.dataset_id, self.available_datasets)
 
     def _convert(self, source: Any) -> Iterator[Batch]:
         """Yield the rows of the fetched files as `convert` takes them, trajectories end to end."""
@@ -299,7 +299,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
     @override
     def next_sample(self, batch_size: int | None) -> Made:
         if batch_size is not None and self.split_trajs:
-            batch_size = whole_number("batch_size", batch_size) * self._longest
+            batch_size = check_whole_number("batch_size", batch_size) * self._longest
         return super().next_sample(batch_size)
 
     @override
@@ -386,8 +386,8 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
             batch_size = self._rows_asked
         if batch_size is None:
             raise ValueError("batch_size must be given here or to the data set")
-        flags(shuffle=shuffle)
-        return RowsDataset(open_rows, self.data_path, whole_number("batch_size", batch_size), shuffle)
+        check_flags(shuffle=shuffle)
+        return RowsDataset(open_rows, self.data_path, check_whole_number("batch_size", batch_size), shuffle)
 
 
 def open_rows(path: Path) -> ReplayBuffer:

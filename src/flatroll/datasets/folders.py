@@ -222,7 +222,7 @@ def _by_key(
 
     if not isinstance(batch, Mapping):
         raise TypeError(
-            f"batches must be flat batches or mappings, got {checks.shown(batch)} as batch {number}"
+            f"batches must be flat batches or mappings, got {checks.as_text(batch)} as batch {number}"
         )
 
     if not any(isinstance(value, np.ndarray) for value in batch.values()):
@@ -297,7 +297,7 @@ def write_folder(
     # manifest.
     with Folder(place_beside(target)[0], write=True, overwrite=True, segment_bytes=1, log=False) as folder:
         for piece in pieces:
-            layout = layout or _layout_of(piece, kinds or {})
+            layout = layout or _choose_layout(piece, kinds or {})
             start = folder.end if folder.segments else first
             folder.append(_encode(piece, layout), first=start)
 
@@ -365,7 +365,7 @@ def place_beside(target: Path) -> tuple[Path, Path]:
     return target.parent / f".{target.name}.part", target.parent / f".{target.name}.old"
 
 
-def _layout_of(piece: RowPiece, kinds: Mapping[NestedKey, type[Form]]) -> Layout:
+def _choose_layout(piece: RowPiece, kinds: Mapping[NestedKey, type[Form]]) -> Layout:
     """Choose the layout from the first rows of a data set."""
     rows = piece.columns
     pairs = list(piece.tails)
@@ -485,15 +485,15 @@ def convert(
             "[buffer.oldest_first()] for the rows of a buffer"
         )
 
-    checks.iterable("batches", batches, "a list or an iterator of flat batches")
-    checks.flags(overwrite=overwrite)
+    checks.check_iterable("batches", batches, "a list or an iterator of flat batches")
+    checks.check_flags(overwrite=overwrite)
     if progress is not None:
-        checks.flags(progress=progress)
-    checks.whole_number("segment_bytes", segment_bytes)
+        checks.check_flags(progress=progress)
+    checks.check_whole_number("segment_bytes", segment_bytes)
     if facts is not None:
-        facts = dict(checks.expect("facts", facts, Mapping, "a dict"))
+        facts = dict(checks.check_type("facts", facts, Mapping, "a dict"))
 
-    place = checks.file_path("path", path)
+    place = checks.check_path("path", path)
     options = Encodings(frame_stack, codec)
     kinds: dict[NestedKey, type[Form]] = dict.fromkeys(options.frame_stack, FrameForm)
     kinds |= dict.fromkeys(options.codec, ZstdForm)

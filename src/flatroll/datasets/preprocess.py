@@ -24,7 +24,7 @@ from flatroll.buffers.storages.item_kinds import leaves
 from flatroll.datasets.folders import RowPiece, place_beside, publish, write_folder
 from flatroll.datasets.progress import progress_bar
 from flatroll.disk import Folder, Segment
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import check_whole_number
 from flatroll.layout.keys import NestedKey, next_key
 from flatroll.sharing import pack, unpack
 
@@ -53,7 +53,7 @@ def preprocess(
         raise FileExistsError(f"dest={dest} exists: remove it first, or choose another folder")
 
     parts = dest.parent / f".{dest.name}.parts"
-    stamp = {"rows": [source.name, *_files(source)], "bounds": bounds, "fn": _stamp_of(fn)}
+    stamp = {"rows": [source.name, *_files(source)], "bounds": bounds, "fn": _fingerprint(fn)}
     first = parts / str(bounds[0][0])
 
     # Remove pieces made by another function or from other rows, and pieces that a dead process was removing.
@@ -176,7 +176,7 @@ def _bounds(path: Path, num_chunks: int | None = None, num_frames: int | None = 
     rows = folder.recover()  # the rows that a buffer over the folder has; the buffer numbers them from 0
     end = len(rows)
     if num_frames is not None:
-        end = min(end, whole_number("num_frames", num_frames))
+        end = min(end, check_whole_number("num_frames", num_frames))
 
     if num_chunks is None:
         spans = [
@@ -184,11 +184,11 @@ def _bounds(path: Path, num_chunks: int | None = None, num_frames: int | None = 
         ]
         return [[first, stop] for first, stop in spans if first < stop]
 
-    edges = torch.linspace(0, end, min(whole_number("num_chunks", num_chunks), end) + 1).long().tolist()
+    edges = torch.linspace(0, end, min(check_whole_number("num_chunks", num_chunks), end) + 1).long().tolist()
     return [[first, stop] for first, stop in pairwise(edges)]
 
 
-def _stamp_of(fn: Any) -> str:
+def _fingerprint(fn: Any) -> str:
     """Return an identity of a function: its code, constants and captured values."""
     return hashlib.sha256(repr(_describe(fn, ())).encode()).hexdigest()
 
@@ -261,7 +261,7 @@ def _describe_function(fn: FunctionType, within: tuple[int, ...]) -> Any:
             cells.append(None)
 
     used = {}
-    for name in _names_of(fn.__code__) & fn.__globals__.keys():
+    for name in _find_names(fn.__code__) & fn.__globals__.keys():
         value = fn.__globals__[name]
         if isinstance(value, _DATA) or (
             isinstance(value, FunctionType) and value.__module__ == fn.__module__
@@ -272,9 +272,9 @@ def _describe_function(fn: FunctionType, within: tuple[int, ...]) -> Any:
     return fn.__module__, fn.__qualname__, _describe(holds, within)
 
 
-def _names_of(code: CodeType) -> set[str]:
+def _find_names(code: CodeType) -> set[str]:
     """Names that the code, or a function within it, looks up."""
-    inner = (_names_of(part) for part in code.co_consts if isinstance(part, CodeType))
+    inner = (_find_names(part) for part in code.co_consts if isinstance(part, CodeType))
     return set(code.co_names).union(*inner)
 
 

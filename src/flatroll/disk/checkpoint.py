@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from flatroll.disk.folder import Folder, LoadedVersion
 from flatroll.disk.manifest import Version
 from flatroll.disk.state_tree import DamagedState, Packer, damaged, unpack
-from flatroll.layout.checks import file_path, flags, whole_number
+from flatroll.layout.checks import check_flags, check_path, check_whole_number
 
 #: Values saved together with a buffer: plain values by name.
 Others: TypeAlias = Mapping[str, Any]
@@ -116,14 +116,14 @@ class Checkpoint:
         overwrite: bool = False,
         **others: Stateful | None,
     ) -> None:
-        self.path = file_path("path", path).absolute()  # absolute: the working directory may change
-        flags(rng=rng, sync=sync, overwrite=overwrite)
+        self.path = check_path("path", path).absolute()  # absolute: the working directory may change
+        check_flags(rng=rng, sync=sync, overwrite=overwrite)
 
         self._buffer = buffer
         self._rng = rng
         named = {"collector": collector, "policy": policy, "optimizer": optimizer, **others}
         self._parts = {name: part for name, part in named.items() if part is not None}
-        self._options = SaveOptions(sync, whole_number("keep", keep), overwrite)
+        self._options = SaveOptions(sync, check_whole_number("keep", keep), overwrite)
 
         self._folder: Folder | None = None  # saved to or loaded last
         self._left: list[str] = []  # what a partial load left in the folder
@@ -218,7 +218,7 @@ class Checkpoint:
         >>> torch.equal(policy.weight, other.weight)
         True
         """
-        flags(strict=strict, partial=partial)
+        check_flags(strict=strict, partial=partial)
         apply: Apply | None = None
         left: list[str] = []
 

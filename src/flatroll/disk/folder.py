@@ -37,11 +37,11 @@ from flatroll.disk.segments import (
     damaged_rows,
     difference,
     encode_segment,
+    make_schema,
     read_range,
-    schema_of,
 )
 from flatroll.disk.tensor_file import DamagedFileError, MissingFileError
-from flatroll.layout.checks import expect, file_path, flags, whole_number
+from flatroll.layout.checks import check_flags, check_path, check_type, check_whole_number
 
 T = TypeVar("T")
 LOCK = "lock"
@@ -185,13 +185,13 @@ class Folder:
         segment_rows: int | None = None,
         max_bytes: int | None = None,
     ) -> None:
-        self.path = file_path("path", path).absolute()  # the working directory may change
-        flags(write=write, sync=sync, log=log, overwrite=overwrite)
+        self.path = check_path("path", path).absolute()  # the working directory may change
+        check_flags(write=write, sync=sync, log=log, overwrite=overwrite)
 
         if resume is not None:
-            expect("resume", resume, (Version, Folder), "a Version, a Folder or None")
+            check_type("resume", resume, (Version, Folder), "a Version, a Folder or None")
         if max_bytes is not None:
-            whole_number("max_bytes", max_bytes, 0)
+            check_whole_number("max_bytes", max_bytes, 0)
 
         self._write = write
         self._sync = sync
@@ -199,9 +199,9 @@ class Folder:
         self._overwrite = overwrite
         self._unsettled = False  # whether names of published rows may not be synced yet
 
-        self._keep = whole_number("keep", keep)
-        most_rows = MOST_ROWS if segment_rows is None else whole_number("segment_rows", segment_rows)
-        self._whole = Size(most_rows, whole_number("segment_bytes", segment_bytes))
+        self._keep = check_whole_number("keep", keep)
+        most_rows = MOST_ROWS if segment_rows is None else check_whole_number("segment_rows", segment_rows)
+        self._whole = Size(most_rows, check_whole_number("segment_bytes", segment_bytes))
         self._max_bytes = max_bytes
 
         self._turn = threading.RLock()
@@ -313,7 +313,7 @@ class Folder:
         with self._turn:
             if number is not None:
                 there = self.versions()
-                if whole_number("version", number) not in there:
+                if check_whole_number("version", number) not in there:
                     listed = "none"
                     if there:
                         listed = f"versions {', '.join(map(str, there))}"
@@ -452,8 +452,8 @@ class Folder:
             size = check_columns(columns)
             if first < 0 or (self._segments and first != self.end):
                 raise ValueError(f"first must be {self.end}, the number of the next row, got {first}")
-            if self._segments and schema_of(columns) != self._columns:
-                raise self._other_columns(columns)
+            if self._segments and make_schema(columns) != self._columns:
+                raise self._other_columns_error(columns)
             if not size.rows:
                 return
 
@@ -558,8 +558,8 @@ class Folder:
 
             if first not in firsts or end not in ends:
                 raise ValueError(f"rows [{first}, {end}) are not whole segments, which begin at {firsts}")
-            if schema_of(columns) != self._columns:
-                raise self._other_columns(columns)
+            if make_schema(columns) != self._columns:
+                raise self._other_columns_error(columns)
 
             self._begin_change()
             self._publish_rows([columns], slice(firsts.index(first), ends.index(end) + 1), first, end)
@@ -603,7 +603,7 @@ class Folder:
         """
         with self._turn:
             self._begin_change(change=False)
-            if whole_number("row", row, 0) <= self.head:
+            if check_whole_number("row", row, 0) <= self.head:
                 return
             self._begin_change()
             self.head, self.end = row, max(row, self.end)  # together: an interrupt must not come between
@@ -622,8 +622,8 @@ class Folder:
         self._admitted = False
         self._begun = False
 
-    def _other_columns(self, columns: Mapping[str, Column]) -> ValueError:
-        text = difference(self._columns, schema_of(columns))
+    def _other_columns_error(self, columns: Mapping[str, Column]) -> ValueError:
+        text = difference(self._columns, make_schema(columns))
         return ValueError(f"the columns must be those of the folder: {text}; write them to another folder")
 
     def _begin_change(self, *, change: bool = True) -> None:

@@ -49,7 +49,7 @@ class Trajectories(NamedTuple):
     ended: Tensor | None
 
 
-class Stretch(NamedTuple):
+class RowSpan(NamedTuple):
     """Rows ``first ... end - 1``: of a file, or of a version.
 
     Args:
@@ -79,8 +79,8 @@ class Report(NamedTuple):
     damage: list[str]
     trajectories: Trajectories | None
     title: str
-    files: list[Stretch]
-    versions: list[Stretch]
+    files: list[RowSpan]
+    versions: list[RowSpan]
 
 
 def inspect_folder(path: Path, *, verify: bool = False) -> Report:
@@ -162,7 +162,7 @@ def inspect_folder(path: Path, *, verify: bool = False) -> Report:
                 lines += ["", part.text]
                 damage += [f"{name}{text}" for text in part.damage]
 
-    stretches = [Stretch(str(segment.name), segment.first, segment.end) for segment in folder.segments]
+    stretches = [RowSpan(str(segment.name), segment.first, segment.end) for segment in folder.segments]
     title = f"{path.resolve().name}: {rows}"
     return Report("\n".join(lines), list(dict.fromkeys(damage)), trajectories, title, stretches, versions)
 
@@ -264,7 +264,7 @@ def _plain(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _versions(path: Path, *, verify: bool) -> tuple[list[str], list[Stretch], list[str]]:
+def _versions(path: Path, *, verify: bool) -> tuple[list[str], list[RowSpan], list[str]]:
     """A line for each version, its rows, and what is wrong with them."""
     lines = []
     stretches = []
@@ -275,7 +275,7 @@ def _versions(path: Path, *, verify: bool) -> tuple[list[str], list[Stretch], li
         try:
             manifest = read_manifest(path, number)
             lines.append(_version_line(manifest))
-            stretches.append(Stretch(f"version {number}", manifest.head, manifest.end))
+            stretches.append(RowSpan(f"version {number}", manifest.head, manifest.end))
             loaded = folder.read_version(number)
             facts = manifest.extra
             if isinstance(facts, dict) and facts.get("kind") in ("run", "buffer", "ensemble"):

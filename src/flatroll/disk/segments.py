@@ -18,7 +18,7 @@ from typing_extensions import Buffer
 
 from flatroll.disk import files, tensor_file
 from flatroll.disk.tensor_file import DTYPES, DamagedFileError, Header, MissingFileError, dtype_name, opened
-from flatroll.layout.checks import shown
+from flatroll.layout.checks import as_text
 from flatroll.layout.keys import NestedKey, as_tuple, plain_key
 
 #: Format of files and folders; a reader refuses others.
@@ -133,7 +133,7 @@ class ColumnSchema(NamedTuple):
 Schema: TypeAlias = dict[str, ColumnSchema]
 
 
-def schema_of(columns: Mapping[str, Column]) -> Schema:
+def make_schema(columns: Mapping[str, Column]) -> Schema:
     """Return the schema of columns; TypeError if a file cannot store one of their dtypes."""
     schema: Schema = {}
     for name, column in columns.items():
@@ -158,7 +158,7 @@ def check_columns(columns: Mapping[str, Column]) -> Size:
         TypeError: a name is not a string, or a column is not a tensor.
     """
     if not isinstance(columns, Mapping):
-        raise TypeError(f"columns must be a dict of tensors or Ragged by name, got {shown(columns)}")
+        raise TypeError(f"columns must be a dict of tensors or Ragged by name, got {as_text(columns)}")
     counts: dict[str, int | None] = {}
     size = 0
 
@@ -336,7 +336,7 @@ class Segment:
             # A writer has removed the file meanwhile; the map still holds it.
             tensors = {name: tensor.clone() for name, tensor in self._maps[1].items()}
             for name, tensor in tensors.items():
-                tensor_file.check_bytes(name, entries[name], tensor_file.bytes_of(tensor))
+                tensor_file.check_bytes(name, entries[name], tensor_file.as_bytes(tensor))
                 if name in targets:
                     targets[name].copy_(tensor)
 

@@ -216,7 +216,7 @@ class Packer:
 
         if isinstance(value, (np.ndarray, np.generic)) and kind is not np.void:
             return self._array(value, path)
-        raise _no_data(value, path)
+        raise _no_data_error(value, path)
 
     def _array(self, value: Any, path: str) -> Any:
         """Return the tree's entry for a NumPy array or scalar."""
@@ -239,7 +239,7 @@ class Packer:
             return ["lazy_stack", value.stack_dim, parts]
 
         if type(value) not in (TensorDict, NestedRuns) and not value.is_memmap():
-            raise _no_data(value, path)
+            raise _no_data_error(value, path)
 
         pairs = [
             [name, self.value(value.get(name), f"{path}[{name!r}]", depth + 1)]
@@ -444,7 +444,7 @@ def _is_key(key: Any) -> bool:
     return key is None or type(key) in (bool, int, float, str, bytes)
 
 
-def _no_data(value: Any, path: str) -> TypeError:
+def _no_data_error(value: Any, path: str) -> TypeError:
     return TypeError(
         f"{path} is a {type(value).__name__}, which cannot be saved: a state holds numbers, strings, tensors, arrays, "
         "and dicts, lists and tuples of them"

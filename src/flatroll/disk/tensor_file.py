@@ -91,7 +91,7 @@ class Checksum(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """Position, dtype and shape of a tensor in a file.
 
     Args:
@@ -120,7 +120,7 @@ class Header:
         size: size of the whole file in bytes.
     """
 
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
     metadata: dict[str, str]
     checksum: int
     size: int
@@ -150,7 +150,9 @@ def encode(
     """
     data: list[Buffer] = []
     table: dict[str, dict[str, Any]] = {}
-    found: dict[str, Entry] = {}  # offsets relative to the end of the header, whose length is not known yet
+    found: dict[
+        str, TensorEntry
+    ] = {}  # offsets relative to the end of the header, whose length is not known yet
     sums: dict[str, dict[str, str]] = {"crc32": {}}
     declared: dict[str, str] = {}
     position = 0
@@ -165,13 +167,13 @@ def encode(
         if len(pieces) > 1:
             shape = (sum(len(piece) for piece in pieces), *shape[1:])
 
-        views = [bytes_of(piece) for piece in pieces]
+        views = [as_bytes(piece) for piece in pieces]
         data.extend(views)
         size = sum(map(len, views))
         algorithm = "crc32"
         if size >= LARGE:
             algorithm = "xxh64"
-        checksum = checksum_of(algorithm, views)
+        checksum = compute_checksum(algorithm, views)
 
         if dtype in DECLARED:
             declared[name] = called
@@ -183,7 +185,7 @@ def encode(
             "shape": stored_shape,
             "data_offsets": [position, position + size],
         }
-        found[name] = Entry(dtype, shape, position, size, checksum)
+        found[name] = TensorEntry(dtype, shape, position, size, checksum)
         sums.setdefault(checksum.kind, {})[name] = f"{checksum.value:08x}"
         position += size
 
@@ -202,10 +204,10 @@ def encode(
     return header, [len(text).to_bytes(_LENGTH, "little") + text, *data]
 
 
-def checksum_of(kind: str, pieces: Iterable[memoryview]) -> Checksum:
+def compute_checksum(kind: str, pieces: Iterable[memoryview]) -> Checksum:
     """An incremental checksum.
 
-    >>> checksum_of("xxh64", [memoryview(b"ab"), memoryview(b"c")]).value == 0x44BC2CF5AD770999
+    >>> compute_checksum("xxh64", [memoryview(b"ab"), memoryview(b"c")]).value == 0x44BC2CF5AD770999
     True
     """
     if kind == "crc32":
@@ -268,7 +270,7 @@ def read_header(descriptor: int, size: int) -> Header:
         raise DamagedFileError(str(error)) from None
 
 
-def read_tensor(descriptor: int, name: str, entry: Entry, out: Tensor | None = None) -> Tensor:
+def read_tensor(descriptor: int, name: str, entry: TensorEntry, out: Tensor | None = None) -> Tensor:
     """Read a tensor into new memory, or into ``out`` (contiguous, same dtype and number of values), and check it.
 
     Raises:
@@ -276,7 +278,7 @@ def read_tensor(descriptor: int, name: str, entry: Entry, out: Tensor | None = N
     """
     if out is None:
         out = torch.empty(entry.shape, dtype=entry.dtype)
-    view = bytes_of(out)
+    view = as_bytes(out)
 
     def pieces() -> Iterator[memoryview]:
         for at in range(0, len(view), _AT_ONCE):
@@ -320,13 +322,13 @@ def map_tensors(descriptor: int, header: Header) -> tuple[Tensor, dict[str, Tens
 
 
 def check_bytes(
-    name: str, entry: Entry, view: memoryview, pieces: Iterable[memoryview] | None = None
+    name: str, entry: TensorEntry, view: memoryview, pieces: Iterable[memoryview] | None = None
 ) -> None:
     """Raise DamagedFileError if the bytes in ``view`` are not those of the tensor ``name``; ``pieces`` fills ``view``
     (default: it is filled already)."""
     if pieces is None:
         pieces = [view]
-    if checksum_of(entry.checksum.kind, pieces) != entry.checksum:
+    if compute_checksum(entry.checksum.kind, pieces) != entry.checksum:
         raise DamagedFileError(f"the checksum of {name!r} is wrong")
 
     # Any byte but 0 and 1 in a bool tensor means different things to different operations of torch.
@@ -334,7 +336,7 @@ def check_bytes(
         raise DamagedFileError(f"{name!r} is bool and has bytes that are neither 0 nor 1")
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
+def as_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor, its own memory if it is contiguous and on the CPU."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     if plain.is_complex():
@@ -380,7 +382,7 @@ def parse_header(text: bytes, size: int) -> Header:
     return Header(entries, metadata, checksum, size)
 
 
-def _entry(values: Mapping[str, Any], checksum: Checksum, declared: str | None, first: int) -> Entry:
+def _entry(values: Mapping[str, Any], checksum: Checksum, declared: str | None, first: int) -> TensorEntry:
     """Parse an entry of a header's table; ValueError if it is invalid."""
     begin, end = values["data_offsets"]
     shape = values["shape"]
@@ -402,4 +404,4 @@ def _entry(values: Mapping[str, Any], checksum: Checksum, declared: str | None, 
             raise ValueError(f"shape {shape}, but complex numbers need pairs")
         shape = shape[:-1]
 
-    return Entry(dtype, tuple(shape), first + begin, end - begin, checksum)
+    return TensorEntry(dtype, tuple(shape), first + begin, end - begin, checksum)

@@ -4,7 +4,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.layout.checks import need_keys, need_rows
+from flatroll.layout.checks import check_keys, check_rows
 from flatroll.layout.keys import (
     DONE,
     IS_INIT,
@@ -13,7 +13,7 @@ from flatroll.layout.keys import (
     NestedKey,
     flat_column,
     marker,
-    missing_marker,
+    missing_marker_error,
 )
 from flatroll.layout.tensordict_seam import get_entry
 
@@ -76,14 +76,14 @@ def run_ends(
             if ids is not None:
                 ids = flat_column(ids, batch, traj_key)
     except (AttributeError, KeyError, TypeError, RuntimeError):
-        need_rows(batch)
-        need_keys(is_init_key=is_init_key, mask_key=mask_key)
-        need_keys(optional=True, done_key=done_key, traj_key=traj_key)
+        check_rows(batch)
+        check_keys(is_init_key=is_init_key, mask_key=mask_key)
+        check_keys(optional=True, done_key=done_key, traj_key=traj_key)
         raise
 
     any_marker = next((column for column in (ids, is_init, done) if column is not None), None)
     if any_marker is None:
-        error = missing_marker(is_init_key, batch.keys(True, True))
+        error = missing_marker_error(is_init_key, batch.keys(True, True))
         raise KeyError(f"{error.args[0]}. Any one of {is_init_key!r}, {done_key!r}, {traj_key!r} is enough")
 
     if done is None:

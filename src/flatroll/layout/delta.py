@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.layout.checks import flags, floating_dtype, key_names, need_tensors, shown
+from flatroll.layout.checks import as_text, check_flags, check_floating_dtype, check_key_names, check_tensors
 from flatroll.layout.keys import DELTA, STEPS_TO_NEXT_OBS, NestedKey, as_tuple, next_key, require
 
 #: Unsigned dtypes without arithmetic in torch, and the signed dtypes of the same width.
@@ -52,7 +52,7 @@ def encode_delta(obs: Tensor, next_obs: Tensor, dtype: torch.dtype = torch.float
     >>> encode_delta(torch.tensor([250], dtype=torch.uint8), torch.tensor([4], dtype=torch.uint8))
     tensor([10], dtype=torch.uint8)
     """
-    floating_dtype("dtype", dtype)
+    check_floating_dtype("dtype", dtype)
     _check_pair("next_obs", obs, next_obs)
     if obs.dtype != next_obs.dtype or obs.is_complex():
         raise TypeError(
@@ -101,10 +101,10 @@ def decode_delta(obs: Tensor, delta: Tensor) -> Tensor:
 
 def _check_pair(name: str, obs: Tensor, other: Tensor) -> None:
     """Raise unless ``other``, an argument of that name, is a tensor as large as ``obs`` on the same device."""
-    need_tensors(**{"obs": obs, name: other})
+    check_tensors(**{"obs": obs, name: other})
     if obs.shape != other.shape or obs.device != other.device or obs.layout != other.layout:
         raise ValueError(
-            f"{name} must have the shape, device and layout of obs, got {shown(other)} for {shown(obs)}"
+            f"{name} must have the shape, device and layout of obs, got {as_text(other)} for {as_text(obs)}"
         )
 
 
@@ -185,10 +185,10 @@ class RestoreNextObservation:
             dtype = None
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(
-                f"restore_dtype must be a floating dtype, 'root' or None, got {shown(restore_dtype)}"
+                f"restore_dtype must be a floating dtype, 'root' or None, got {as_text(restore_dtype)}"
             )
 
-        flags(drop_delta=drop_delta)
+        check_flags(drop_delta=drop_delta)
         if hasattr(in_keys, "reset") and hasattr(in_keys, "step"):
             raise TypeError(
                 "flatroll.buffers.NextObservationDelta restores next observations in samples and takes no env, got "
@@ -197,8 +197,8 @@ class RestoreNextObservation:
 
         self.in_keys: list[tuple[str, ...]] | None = None
         if in_keys is not None:
-            self.in_keys = [as_tuple(key) for key in key_names("in_keys", in_keys)]
-        self.delta_dtype = floating_dtype("delta_dtype", delta_dtype)
+            self.in_keys = [as_tuple(key) for key in check_key_names("in_keys", in_keys)]
+        self.delta_dtype = check_floating_dtype("delta_dtype", delta_dtype)
         self.restore_dtype = dtype
         self.drop_delta = drop_delta
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from flatroll.layout.checks import expect, need_rows, shown
+from flatroll.layout.checks import as_text, check_rows, check_type
 from flatroll.layout.keys import (
     DONE,
     EPISODE_REWARD,
@@ -63,7 +63,7 @@ def to_numpy(batch: TensorDictBase, *, separator: str = ".") -> dict[str, Array]
     torch.Size([2, 1])
     """
 
-    need_rows(batch, values=True)
+    check_rows(batch, values=True)
     if batch.batch_dims != 1:
         raise ValueError(
             f"batch must have batch size [N], got {list(batch.batch_size)}: join() concatenates the rows"
@@ -82,7 +82,7 @@ def to_numpy(batch: TensorDictBase, *, separator: str = ".") -> dict[str, Array]
 
 def _check_separator(separator: str) -> str:
     """The separator, which has at least one character."""
-    if not expect("separator", separator, str, "a string"):
+    if not check_type("separator", separator, str, "a string"):
         raise ValueError("separator must have at least one character, got ''")
     return separator
 
@@ -119,7 +119,7 @@ def from_numpy(columns: Mapping[str, Any], *, separator: str = ".") -> TensorDic
         ValueError: the arrays differ in their number of rows, or one name is an entry and a part of another name.
         TypeError: an array is not of numbers or bools.
     """
-    expect("columns", columns, Mapping, "a dict of arrays by name")
+    check_type("columns", columns, Mapping, "a dict of arrays by name")
     if isinstance(columns, TensorDictBase):
         raise TypeError(
             "columns must be a dict of arrays by name, got a tensordict, which is a batch already"
@@ -266,7 +266,7 @@ def _stack(name: str, column: Array, recorded: _Recorded | None) -> Array:
         if item is None:
             raise TypeError(
                 f"column {name!r} must hold numbers, bools, or arrays or lists of them, row {row} has "
-                f"{shown(cell)}: leave the column out, or fill it"
+                f"{as_text(cell)}: leave the column out, or fill it"
             )
 
         items.append(item)

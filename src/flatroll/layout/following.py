@@ -54,7 +54,7 @@ def check_runs_in_order(
         if len(gaps):
             row = int(gaps[0])
             reason = f"{STEP_COUNT!r} is {int(steps[row + 1])} after {int(steps[row])}"
-            raise _out_of_order(row, reason, way_out)
+            raise _order_error(row, reason, way_out)
         return
 
     if batch.get(STEPS_TO_NEXT_OBS, None) is not None:
@@ -96,12 +96,12 @@ def _check_observations(
         found = torch.stack([(root[:most] == later[row]).all(1) for root, later in columns.values()]).all(0)
         if bool(found.any()):
             other = int(found.nonzero()[0])
-            raise _out_of_order(row, f"its next observation is that of row {other}", way_out)
+            raise _order_error(row, f"its next observation is that of row {other}", way_out)
         if vector:
-            raise _out_of_order(row, f"its next observation is not the observation of row {row + 1}", way_out)
+            raise _order_error(row, f"its next observation is not the observation of row {row + 1}", way_out)
 
 
-def _out_of_order(row: int, reason: str, way_out: str) -> ValueError:
+def _order_error(row: int, reason: str, way_out: str) -> ValueError:
     return ValueError(f"row {row + 1} does not follow row {row} in its run: {reason}. {way_out}")
 
 

@@ -11,7 +11,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
 
-from flatroll.layout.checks import did_you_mean, key_names, need_keys, need_rows, shown
+from flatroll.layout.checks import as_text, check_key_names, check_keys, check_rows, did_you_mean
 
 #: The name of an entry: a string, or a tuple of strings for an entry of a nested tensordict.
 NestedKey: TypeAlias = str | tuple[str, ...]
@@ -189,9 +189,9 @@ def renamed(keys: Mapping[str, NestedKey], changes: Mapping[str, NestedKey | Non
 
     for name, key in changes.items():
         if isinstance(key, list) and key:
-            key_names(name, key)
+            check_key_names(name, key)
         else:
-            need_keys(optional=True, **{name: key})
+            check_keys(optional=True, **{name: key})
 
     new = dict(keys)
     for name, key in changes.items():
@@ -202,20 +202,20 @@ def renamed(keys: Mapping[str, NestedKey], changes: Mapping[str, NestedKey | Non
     return new
 
 
-def missing_marker(
+def missing_marker_error(
     key: NestedKey, available: Iterable[NestedKey], default: NestedKey | None = None
 ) -> KeyError:
     """Return the error for a missing column, with what writes it and which columns exist.
 
-    The error is returned, not raised: write ``raise missing_marker(key, batch.keys(True, True))``. A *marker* is a
-    column that marks where trajectories begin or end, such as ``is_init``; the error works for any column.
+    The error is returned, not raised: write ``raise missing_marker_error(key, batch.keys(True, True))``. A *marker* is
+    a column that marks where trajectories begin or end, such as ``is_init``; the error works for any column.
 
     Args:
         key: the missing column.
         available: the columns that are there.
         default: the column's default name, which determines its writer. Default: ``key``.
 
-    >>> print(missing_marker("is_init", ["action", "observation"]).args[0])  # doctest: +ELLIPSIS
+    >>> print(missing_marker_error("is_init", ["action", "observation"]).args[0])  # doctest: +ELLIPSIS
     batch has no entry 'is_init': wrap the env in ... Entries present: 'action', 'observation'
     """
     available = list(available)
@@ -239,19 +239,19 @@ def require(batch: TensorDictBase, key: NestedKey, default: NestedKey | None = N
         default: its default name, for the error. Default: ``key``.
 
     Raises:
-        KeyError: the column is missing, see :func:`missing_marker`.
+        KeyError: the column is missing, see :func:`missing_marker_error`.
         TypeError: ``batch`` is not a tensordict, or ``key`` is not a key.
     """
     try:
         column: Tensor | None = batch.get(key, None)
     except (AttributeError, KeyError, TypeError, RuntimeError):
-        need_rows(batch)
-        need_keys(key=key)
+        check_rows(batch)
+        check_keys(key=key)
         raise
 
     if column is None:
-        need_rows(batch)
-        raise missing_marker(key, batch.keys(True, True), default)
+        check_rows(batch)
+        raise missing_marker_error(key, batch.keys(True, True), default)
     return column
 
 
@@ -297,7 +297,7 @@ def flat_column(column: Tensor, batch: TensorDictBase, key: NestedKey) -> Tensor
         ValueError: it has another shape.
     """
     if not isinstance(column, Tensor):
-        raise TypeError(f"batch[{key!r}] must be a tensor, got {shown(column)}")
+        raise TypeError(f"batch[{key!r}] must be a tensor, got {as_text(column)}")
 
     try:
         if column.shape == batch.batch_size:
@@ -305,10 +305,10 @@ def flat_column(column: Tensor, batch: TensorDictBase, key: NestedKey) -> Tensor
         if column.shape == (*batch.batch_size, 1):
             return column.squeeze(-1)
     except AttributeError:
-        need_rows(batch)
+        check_rows(batch)
         raise
     except NotImplementedError as error:
-        raise TypeError(f"batch[{key!r}] must be a dense tensor, got {shown(column)}") from error
+        raise TypeError(f"batch[{key!r}] must be a dense tensor, got {as_text(column)}") from error
 
     way_out = ""
     if not batch.batch_size and column.ndim:  # as of a module that is called by keyword
@@ -330,7 +330,7 @@ def observation_keys(batch: TensorDictBase) -> list[NestedKey]:
     >>> observation_keys(TensorDict({"pos": column, "next": {"pos": column, "reward": column}}, [2]))
     ['pos']
     """
-    need_rows(batch)
+    check_rows(batch)
     next_entries = batch.get(NEXT, None)
     next_names = set()
     if next_entries is not None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from flatroll.layout.checks import torch_device
+from flatroll.layout.checks import check_device
 
 #: Number of rows converted to float64 at a time: larger batches are merged from parts.
 _PART = 2**16
@@ -55,7 +55,7 @@ class Moments(nn.Module):
         # Not 0-dim: torch.compile (2.13) takes a 0-dim tensor on the host for a number, and loses writes into it.
         stored = shape or (1,)
         if device is not None:
-            device = torch_device("device", device)
+            device = check_device("device", device)
 
         self.register_buffer("count", torch.zeros(1, dtype=torch.float64, device=device))
         self.register_buffer("mean", torch.zeros(stored, dtype=torch.float64, device=device))
@@ -94,10 +94,10 @@ class Moments(nn.Module):
                 for start in range(0, rows.shape[0], _PART):
                     part = slice(start, start + _PART)
                     chosen = None if counted is None else counted[part]
-                    fresh = _merge(fresh, _moments_of(rows[part].detach(), chosen))
+                    fresh = _merge(fresh, _count_moments(rows[part].detach(), chosen))
 
         if rows.is_cpu and not torch.compiler.is_compiling() and not bool(fresh[2].isfinite().all()):
-            raise _not_finite(columns)
+            raise _not_finite_error(columns)
         self._count(fresh)
 
     def merge(self, other: "Moments") -> None:
@@ -147,7 +147,7 @@ def _merge(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, 
     return total, mean + share * apart, (1 - share) * var + share * (var_of_more + spread)
 
 
-def _moments_of(rows: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _count_moments(rows: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Count, mean and variance of rows ``[N, *F]``, or of those that count."""
     wide = rows.double()
     if counted is None:
@@ -163,7 +163,7 @@ def _moments_of(rows: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor, T
     return count, mean, torch.where(counted, wide - mean, 0.0).square_().sum(0) / least
 
 
-def _not_finite(columns: tuple[tuple[str, Tensor, Tensor | None], ...]) -> ValueError:
+def _not_finite_error(columns: tuple[tuple[str, Tensor, Tensor | None], ...]) -> ValueError:
     """The error for columns whose variance is not finite."""
     for name, rows, counted in columns:
         bad = ~rows.reshape(len(rows), -1).isfinite().all(1)

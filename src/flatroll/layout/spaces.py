@@ -75,10 +75,10 @@ def column_name(entry: object) -> str:
     return str(entry)
 
 
-def part_of(space: "spaces.Space[Any]", path: tuple[Any, ...]) -> "spaces.Space[Any]":
+def find_part(space: "spaces.Space[Any]", path: tuple[Any, ...]) -> "spaces.Space[Any]":
     """Return the part of a space at a path of keys and positions.
 
-    >>> part_of(spaces.Dict(a=spaces.Tuple((spaces.Discrete(2), spaces.Discrete(3)))), ("a", 1))
+    >>> find_part(spaces.Dict(a=spaces.Tuple((spaces.Discrete(2), spaces.Discrete(3)))), ("a", 1))
     Discrete(3)
     """
     for name in path:
@@ -124,8 +124,8 @@ def widest_space(single: "spaces.Space[Any]", batched: "spaces.Space[Any] | None
             return single
         return spaces.Tuple(each)
 
-    ends = _ends_of(single)
-    rows = _ends_of(batched)
+    ends = _find_ends(single)
+    rows = _find_ends(batched)
     if ends is None or rows is None:
         return single
     if not rows[0].size or rows[0].ndim == 0 or rows[0].shape[1:] != ends[0].shape:
@@ -151,7 +151,7 @@ def widest_space(single: "spaces.Space[Any]", batched: "spaces.Space[Any] | None
     return single
 
 
-def _ends_of(space: "spaces.Space[Any] | None") -> tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:
+def _find_ends(space: "spaces.Space[Any] | None") -> tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:
     """Return the least and greatest values of a Box, Discrete or MultiDiscrete; None for other spaces."""
     if isinstance(space, spaces.Box):
         return space.low, space.high

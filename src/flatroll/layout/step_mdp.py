@@ -6,7 +6,7 @@ from typing import TypeVar, cast
 import torch
 from tensordict import TensorDictBase
 
-from flatroll.layout.checks import expect, flags, key_names
+from flatroll.layout.checks import check_flags, check_key_names, check_type
 from flatroll.layout.keys import IS_INIT, NEXT, OBSERVATION, NestedKey, next_key, require
 
 TD = TypeVar("TD", bound=TensorDictBase)
@@ -49,19 +49,19 @@ def step_mdp(
     >>> sorted(ahead.keys()), ahead["observation"]
     (['done', 'observation'], tensor([1.]))
     """
-    expect("tensordict", tensordict, TensorDictBase, "a tensordict of rows")
+    check_type("tensordict", tensordict, TensorDictBase, "a tensordict of rows")
     if next_tensordict is not None:
-        expect("next_tensordict", next_tensordict, TensorDictBase, "a tensordict or None")
-    flags(
+        check_type("next_tensordict", next_tensordict, TensorDictBase, "a tensordict or None")
+    check_flags(
         keep_other=keep_other,
         exclude_reward=exclude_reward,
         exclude_done=exclude_done,
         exclude_action=exclude_action,
     )
 
-    rewards = key_names("reward_keys", reward_keys, one=True)
-    dones = key_names("done_keys", done_keys, one=True)
-    actions = key_names("action_keys", action_keys, one=True)
+    rewards = check_key_names("reward_keys", reward_keys, one=True)
+    dones = check_key_names("done_keys", done_keys, one=True)
+    actions = check_key_names("action_keys", action_keys, one=True)
 
     require(tensordict, NEXT)
     if tensordict.get(OBSERVATION, None) is not None:

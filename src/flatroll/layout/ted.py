@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.checks import expect, file_path, key_names, need_keys
+from flatroll.layout.checks import check_key_names, check_keys, check_path, check_type
 from flatroll.layout.delta import signed
 from flatroll.layout.keys import (
     IS_INIT,
@@ -139,14 +139,14 @@ class Conversion:
         reward_keys: Iterable[NestedKey] = REWARD_KEYS,
     ) -> None:
 
-        need_keys(done_key=done_key)
+        check_keys(done_key=done_key)
 
         self.done_key = done_key
-        self.shift_key = expect("shift_key", shift_key, str, "a string")
-        self.is_full_key = expect("is_full_key", is_full_key, str, "a string")
+        self.shift_key = check_type("shift_key", shift_key, str, "a string")
+        self.is_full_key = check_type("is_full_key", is_full_key, str, "a string")
 
-        self.done_keys = set(map(plain_key, key_names("done_keys", done_keys)))
-        self.reward_keys = set(map(plain_key, key_names("reward_keys", reward_keys)))
+        self.done_keys = set(map(plain_key, check_key_names("done_keys", done_keys)))
+        self.reward_keys = set(map(plain_key, check_key_names("reward_keys", reward_keys)))
 
 
 class TED2Flat(Conversion):
@@ -198,7 +198,7 @@ class TED2Flat(Conversion):
             ValueError: an entry has a name that the flat form uses itself, ``shift`` is out of range, or a flag has
                 more values than one per row.
         """
-        expect("data", data, TensorDictBase, "a tensordict of rows")
+        check_type("data", data, TensorDictBase, "a tensordict of rows")
         data, in_time_order = self._in_time_order(data)
         ends = self._run_ends(data, in_time_order)
         stops = ends.nonzero().squeeze(-1)
@@ -223,7 +223,7 @@ class TED2Flat(Conversion):
         flat.set_non_tensor(SHAPE, tuple(shape))
         flat.set_non_tensor(COLUMNS, json.dumps({"shifted": shifted, "next": moved}))
         if path is not None:
-            flat.memmap_(str(file_path("path", path)))
+            flat.memmap_(str(check_path("path", path)))
 
         lengths = stops.diff(prepend=stops.new_tensor([-1]))
         _column(flat, (LENGTHS,), lengths[:0], len(stops)).copy_(lengths)

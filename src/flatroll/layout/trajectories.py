@@ -8,7 +8,7 @@ from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor
 
 from flatroll.layout.boundaries import run_ends, run_starts
-from flatroll.layout.checks import expect, iterable, need_keys, need_rows, shown
+from flatroll.layout.checks import as_text, check_iterable, check_keys, check_rows, check_type
 from flatroll.layout.delta import signed
 from flatroll.layout.keys import (
     DONE,
@@ -19,7 +19,7 @@ from flatroll.layout.keys import (
     NestedKey,
     as_tuple,
     marker,
-    missing_marker,
+    missing_marker_error,
     under_next,
 )
 
@@ -69,11 +69,11 @@ def split_trajectories(
     >>> [x.tolist() for x in split_trajectories(batch, as_nested=True)["x"].unbind()]
     [[1, 2], [3], [4]]
     """
-    need_rows(batch, values=True)
-    need_keys(optional=True, prefix=prefix, trajectory_key=trajectory_key, done_key=done_key)
+    check_rows(batch, values=True)
+    check_keys(optional=True, prefix=prefix, trajectory_key=trajectory_key, done_key=done_key)
     if not any(as_nested is one for one in (True, False, torch.jagged, torch.strided)):
         raise TypeError(
-            f"as_nested must be True, False, torch.jagged or torch.strided, got {shown(as_nested)}"
+            f"as_nested must be True, False, torch.jagged or torch.strided, got {as_text(as_nested)}"
         )
 
     traj_key, mask_key = _keys(prefix, trajectory_key)
@@ -87,7 +87,7 @@ def split_trajectories(
 
     for asked, key in ((trajectory_key, traj_key), (done_key, done)):
         if asked is not None and batch.get(key, None) is None:
-            raise missing_marker(key, batch.keys(True, True))
+            raise missing_marker_error(key, batch.keys(True, True))
 
     starts = run_starts(batch, done_key=done, traj_key=traj_key, mask_key=mask_key).reshape(-1)
     flat = batch.reshape(starts.numel())
@@ -135,17 +135,17 @@ def join(parts: TensorDictBase | Sequence[TensorDictBase], *, mask_key: NestedKe
     tensor([1, 2, 3, 4])
     """
     if not isinstance(parts, TensorDictBase):
-        trajectories = list(iterable("parts", parts, "a tensordict or a sequence of them"))
+        trajectories = list(check_iterable("parts", parts, "a tensordict or a sequence of them"))
         if not trajectories:
             raise ValueError("parts must hold at least one trajectory, got an empty sequence")
         for i, part in enumerate(trajectories):
-            expect(f"parts[{i}]", part, TensorDictBase, "a tensordict")
+            check_type(f"parts[{i}]", part, TensorDictBase, "a tensordict")
             if part.batch_dims != 1:
                 raise ValueError(f"parts[{i}] must have batch size [T], got {list(part.batch_size)}")
         return cast(TensorDictBase, TensorDict.cat(trajectories))
 
-    need_keys(mask_key=mask_key)
-    need_rows(parts, values=True)
+    check_keys(mask_key=mask_key)
+    check_rows(parts, values=True)
     if any(leaf.is_nested for leaf in parts.values(True, True)):
         return _unnest(parts)
 
@@ -186,8 +186,8 @@ def mark_cuts(
     >>> marked["next", "done"], marked["next", "truncated"]
     (tensor([False,  True,  True]), tensor([False,  True, False]))
     """
-    need_rows(batch)
-    need_keys(done_key=done_key, truncated_key=truncated_key, mask_key=mask_key)
+    check_rows(batch)
+    check_keys(done_key=done_key, truncated_key=truncated_key, mask_key=mask_key)
 
     done = marker(batch, done_key)
     truncated = marker(batch, truncated_key)

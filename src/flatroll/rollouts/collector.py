@@ -11,15 +11,15 @@ from tensordict import TensorDict
 from tensordict.nn import InteractionType
 from torch import Tensor, nn
 
-from flatroll.layout.checks import SCALED, flags, function, seed_number, warn_of_scales
+from flatroll.layout.checks import SCALED, check_flags, check_function, check_seed, warn_of_scales
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import DONE, NestedKey, marker, require
 from flatroll.layout.trajectories import mark_cuts, split_trajectories
 from flatroll.rollouts.arguments import (
     EnvSource,
     check_counts,
+    check_exploration_type,
     check_together,
-    exploration_of,
     make_devices,
     make_envs,
 )
@@ -173,8 +173,8 @@ class Collector(Facts):
         interruptor: Interruptor | None = None,
         progress: bool = False,
     ) -> None:
-        exploration = exploration_of(exploration_type)
-        flags(
+        exploration = check_exploration_type(exploration_type)
+        check_flags(
             compact_obs=compact_obs,
             track_traj_ids=track_traj_ids,
             set_truncated=set_truncated,
@@ -190,11 +190,11 @@ class Collector(Facts):
         }
         for name, hook in hooks.items():
             if hook is not None:
-                function(name, hook)
+                check_function(name, hook)
         if auto_register_policy_transforms is not None:
-            flags(auto_register_policy_transforms=auto_register_policy_transforms)
+            check_flags(auto_register_policy_transforms=auto_register_policy_transforms)
         if seed is not None:
-            seed = seed_number("seed", seed)
+            seed = check_seed("seed", seed)
         check_counts(
             frames_per_batch=frames_per_batch,
             total_frames=total_frames,
@@ -354,7 +354,7 @@ class Collector(Facts):
         Returns:
             ``seed + E``, the first unused seed (Gymnasium's env ``e`` uses ``seed + e``).
         """
-        seed = seed_number("seed", seed)
+        seed = check_seed("seed", seed)
         self._seed, self._seeded_at = seed, self._frames
         self._runner.random.seed(seed)
         self.reset()

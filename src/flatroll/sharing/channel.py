@@ -1,4 +1,4 @@
-"""`Channel`: messages with descriptors between two processes; `Door`: opens channels for other processes."""
+"""`Channel`: messages with descriptors between two processes; `Listener`: opens channels for other processes."""
 
 import io
 import os
@@ -267,7 +267,7 @@ class _Socket(socket.socket):
         self.close()
 
 
-class Door:
+class Listener:
     """One end of an unnamed socket pair; whoever holds it can send the door's maker one end of a new channel.
 
     Each message is one datagram with one descriptor: it arrives whole or not at all, so any number of processes may
@@ -277,7 +277,7 @@ class Door:
     Args:
         descriptor: of a connected socket of datagrams, which belongs to the door from here on; see `pair`.
 
-    >>> inside, outside = Door.pair()
+    >>> inside, outside = Listener.pair()
     >>> mine = outside.enter()  # the descriptor of a connected socket
     >>> theirs = inside.admit()
     >>> os.write(mine, b"hello"), os.read(theirs, 5)
@@ -291,10 +291,10 @@ class Door:
         self._socket = socket.socket(fileno=descriptor)
 
     @staticmethod
-    def pair() -> "tuple[Door, Door]":
+    def pair() -> "tuple[Listener, Listener]":
         """Return the maker's end, for `admit`, and the client's end, for `enter`."""
         inside, outside = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-        return Door(inside.detach()), Door(outside.detach())
+        return Listener(inside.detach()), Listener(outside.detach())
 
     def enter(self) -> int:
         """Make a connected pair of sockets, send one end through the door, and return the descriptor of the other.
@@ -352,8 +352,8 @@ class Door:
         return _rebuild_door, (DupFd(self.fileno()),)
 
 
-def _rebuild_door(duplicate: Any) -> Door:
-    return Door(duplicate.detach())
+def _rebuild_door(duplicate: Any) -> Listener:
+    return Listener(duplicate.detach())
 
 
 class _Message(bytearray):
@@ -371,10 +371,10 @@ class MessagePickler(cloudpickle.Pickler):
 
     def __init__(self, file: io.BytesIO | _Message) -> None:
         super().__init__(file)
-        self.passed: list[Memory | Channel | Door] = []
+        self.passed: list[Memory | Channel | Listener] = []
 
     def persistent_id(self, obj: Any) -> tuple[str, int] | None:
-        if type(obj) not in (Memory, Channel, Door):
+        if type(obj) not in (Memory, Channel, Listener):
             return None
 
         places = [place for place, known in enumerate(self.passed) if known is obj]
@@ -387,10 +387,10 @@ class MessagePickler(cloudpickle.Pickler):
         return type(obj).__name__, place
 
 
-_OPENED: dict[str, Callable[[int], Memory | Channel | Door]] = {
+_OPENED: dict[str, Callable[[int], Memory | Channel | Listener]] = {
     "Memory": Memory.from_descriptor,
     "Channel": Channel,
-    "Door": Door,
+    "Listener": Listener,
 }
 
 
@@ -400,9 +400,9 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, descriptors: list[int]) -> None:
         super().__init__(file)
         self._descriptors = descriptors
-        self._made: dict[int, Memory | Channel | Door] = {}
+        self._made: dict[int, Memory | Channel | Listener] = {}
 
-    def persistent_load(self, pid: tuple[str, int]) -> Memory | Channel | Door:
+    def persistent_load(self, pid: tuple[str, int]) -> Memory | Channel | Listener:
         name, place = pid
         if place not in self._made:
             descriptor = self._descriptors[place]

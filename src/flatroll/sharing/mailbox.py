@@ -148,7 +148,7 @@ class Outbox:
         self._channel.send(BLOCK, (self._number, self._block))
 
 
-class Window:
+class ReceivedWindow:
     """A window from `Outbox.put`: ``tables``, a list of tensors ``[N, *S]`` by key, and ``note``.
 
     The tensors are views of the writer's memory. They are valid until `release` or the end of a ``with`` block;
@@ -184,7 +184,7 @@ class Window:
             self._place = None
             self.tables = []
 
-    def __enter__(self) -> "Window":
+    def __enter__(self) -> "ReceivedWindow":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -206,14 +206,14 @@ class Inbox:
         # For each slot and table, the number of rows of its last window, and views of them.
         self._views: list[list[tuple[int, dict[Key, torch.Tensor]]]] = []
 
-    def take(self, timeout: float | None = None) -> Window:
+    def take(self, timeout: float | None = None) -> ReceivedWindow:
         """Wait for the next window, ``timeout`` seconds at most. See `Channel.receive` for the errors."""
         while True:
             window = self.open(*self._channel.receive(BLOCK, WINDOW, timeout=timeout))
             if window is not None:
                 return window
 
-    def open(self, kind: str, content: Any) -> Window | None:
+    def open(self, kind: str, content: Any) -> ReceivedWindow | None:
         """Parse a message of kind `BLOCK` (returns None) or `WINDOW`.
 
         Raises:
@@ -245,7 +245,7 @@ class Inbox:
                 table = self._tensors[slot][place]
                 views[place] = count, {key: values[:count] for key, values in table.items()}
 
-        return Window(self, [dict(table) for _, table in views], note, (number, slot))
+        return ReceivedWindow(self, [dict(table) for _, table in views], note, (number, slot))
 
     def give_back(self, place: tuple[int, int]) -> None:
         """Tell the writer that a slot is free."""

@@ -86,11 +86,11 @@ class Failure:
         except Exception:  # and so may its __reduce__
             pickled = None
         failure = Failure(name, text, trace, pickled, ends)
-        if failure._unpickle() is not None:
+        if failure._unpickle_error() is not None:
             return failure
         return Failure(name, text, trace, None, ends)
 
-    def _unpickle(self) -> Exception | None:
+    def _unpickle_error(self) -> Exception | None:
         """Return the error itself; None if it cannot be unpickled, for example if its class cannot be imported."""
         if self.pickled is None:
             return None
@@ -112,7 +112,7 @@ class Failure:
         """
         if self.ends:
             return WorkerDied(f"ended by {self.name}: {self.text}")
-        return self._unpickle() or RuntimeError(f"{self.name}: {self.text}")
+        return self._unpickle_error() or RuntimeError(f"{self.name}: {self.text}")
 
     def throw(self, name: str) -> NoReturn:
         """Raise the error here, noted as raised in ``name``, with the traceback from there as its cause."""
@@ -164,7 +164,7 @@ def run(channel: Channel) -> int:
     return 0
 
 
-def portable(error: BaseException) -> Exception:
+def portable_error(error: BaseException) -> Exception:
     """The error itself if it survives pickling, else a RuntimeError with its type and text."""
     return Failure.of(error, trace="").error()
 
@@ -291,7 +291,7 @@ class Helper:
 
         # Another child of the parent may hold a copy of the parent's end of the channel, so that the parent's
         # death does not close it.
-        self._parent = death_of(parent)
+        self._parent = watch_death(parent)
         if self._parent is not None:
             self._selector.register(self._parent, selectors.EVENT_READ)
 
@@ -386,7 +386,7 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def death_of(pid: int) -> Any:
+def watch_death(pid: int) -> Any:
     """Return an object with a descriptor that is readable once the process has exited; None if not supported."""
     if hasattr(os, "pidfd_open"):
         with suppress(OSError):  # an old kernel, a container that forbids it, or a process that has exited

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.layout.checks import as_numbers, one_of, torch_device
+from flatroll.layout.checks import as_numbers, check_choice, check_device
 from flatroll.specs.arithmetic import Limits, as_double, draw_between, is_whole, to_ordered, whole_range
 from flatroll.specs.shapes import Shape, grid, shorten
 from flatroll.specs.tensor_spec import Device, DType, Numbers, Ranged, TensorSpec, as_dtype
@@ -38,7 +38,7 @@ class NumberSpec(TensorSpec):
         """Initialise and set the class of the domain: the given one, the class's own, or the dtype's."""
         if domain is None or (isinstance(domain, str) and not domain):
             domain = self._own_domain or _domain_of(dtype)
-        TensorSpec.__init__(self, shape, None, device, dtype, one_of("domain", domain, self._by_domain))
+        TensorSpec.__init__(self, shape, None, device, dtype, check_choice("domain", domain, self._by_domain))
 
         if self._own_domain is None:
             self.__class__ = self._by_domain[domain]
@@ -94,7 +94,7 @@ class Bounded(NumberSpec, Ranged):
     ) -> None:
         dtype = self._dtype_or_default(dtype)
         if device is not None:
-            device = torch_device("device", device)
+            device = check_device("device", device)
         else:
             tensors = (bound for bound in (low, high) if isinstance(bound, Tensor) and not bound.is_meta)
             device = next((bound.device for bound in tensors), None)

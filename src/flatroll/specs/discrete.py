@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.layout.checks import as_numbers, flags, shown, torch_device, whole_number
+from flatroll.layout.checks import as_numbers, as_text, check_device, check_flags, check_whole_number
 from flatroll.specs.arithmetic import check_holds, draw_categories, draw_masked, is_whole
 from flatroll.specs.shapes import Operation, Shape, as_shape, grid, shorten
 from flatroll.specs.tensor_spec import Device, DType, Numbers, OutsideSpecError, Ranged, TensorSpec
@@ -391,7 +391,7 @@ class OneHot(Encoded):
         mask: Numbers | None = None,
     ) -> None:
         n = as_count("n", n)
-        flags(use_register=use_register)
+        check_flags(use_register=use_register)
         sizes = as_shape((n,) if shape is None else shape)
         if not sizes or sizes[-1] != n:
             raise ValueError(f"the last dim of the shape must be n={n}, got shape {tuple(sizes)}")
@@ -498,15 +498,15 @@ class MultiCategorical(Numbered):
         *,
         start: Numbers = 0,
     ) -> None:
-        flags(remove_singleton=remove_singleton)
+        check_flags(remove_singleton=remove_singleton)
         if device is not None:
-            device = torch_device("device", device)
+            device = check_device("device", device)
 
         counts = as_numbers("nvec", nvec, device)
         if counts.ndim == 0:
             counts = counts.reshape(1)
         if counts.numel() == 0 or not is_whole(counts.dtype) or bool((counts < 1).any()):
-            raise ValueError(f"nvec must hold whole numbers of at least 1, got {shown(nvec)}")
+            raise ValueError(f"nvec must hold whole numbers of at least 1, got {as_text(nvec)}")
         counts = counts.long()
 
         sizes = as_shape(counts.shape if shape is None else shape)
@@ -694,7 +694,7 @@ class MultiOneHot(Encoded):
         use_register: bool = False,
         mask: Numbers | None = None,
     ) -> None:
-        flags(use_register=use_register)
+        check_flags(use_register=use_register)
         if use_register:
             raise ValueError("use_register=True supports only one category per value: use OneHot")
 
@@ -813,6 +813,6 @@ def as_count(name: str, value: SupportsIndex, least: int = 1) -> int:
     """A whole number from ``least`` to 2**62, or one of NumPy's or torch's, such as the ``n`` of a Gymnasium space."""
     try:
         whole = operator.index(value) if hasattr(value, "dtype") else value
-        return whole_number(name, whole, least, 2**62)
+        return check_whole_number(name, whole, least, 2**62)
     except (TypeError, RuntimeError) as error:  # an array of several numbers
-        raise TypeError(f"{name} must be an integer, got {shown(value)}") from error
+        raise TypeError(f"{name} must be an integer, got {as_text(value)}") from error

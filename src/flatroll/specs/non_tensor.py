@@ -9,7 +9,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDictBase, lazy_stack
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.layout.checks import flags, whole_number
+from flatroll.layout.checks import check_flags, check_whole_number
 from flatroll.specs.shapes import Shape
 from flatroll.specs.tensor_spec import Device, TensorSpec
 
@@ -51,9 +51,9 @@ class NonTensor(TensorSpec):
         if batched is not None and feature_dims is not None:
             raise ValueError("batched and feature_dims mean the same: pass one of them")
         if batched is not None:
-            flags(batched=batched)
+            check_flags(batched=batched)
         if feature_dims is not None:
-            whole_number("feature_dims", feature_dims, 0)
+            check_whole_number("feature_dims", feature_dims, 0)
 
         self.batched = bool(batched)
         self._feature_dims = feature_dims

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatroll.layout.checks import shown
+from flatroll.layout.checks import as_text
 
 Shape: TypeAlias = "int | np.integer[Any] | Sequence[int] | None"
 #: An operation on the first k dims of a tensor.
@@ -33,7 +33,7 @@ def as_shape(*shape: Shape, name: str = "shape") -> torch.Size:
     try:
         made = torch.Size([operator.index(size) for size in sizes])
     except (TypeError, RuntimeError) as error:
-        raise TypeError(f"{name} must be an int or a sequence of ints, got {shown(sizes)}") from error
+        raise TypeError(f"{name} must be an int or a sequence of ints, got {as_text(sizes)}") from error
 
     if any(size >= 2**63 for size in made):
         raise ValueError(f"{name} must have dims below 2**63, got {tuple(made)}")
@@ -56,7 +56,7 @@ def shorten(parameter: Tensor, kept: int = 0) -> Tensor:
     return parameter
 
 
-def frame_of(shape: torch.Size) -> Tensor:
+def expanded_scalar(shape: torch.Size) -> Tensor:
     """Return an expanded scalar with these dims, ANY_LENGTH for -1; operations on it give the new shape."""
     if any(size < -1 or size == ANY_LENGTH for size in shape):
         raise ValueError(

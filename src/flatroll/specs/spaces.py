@@ -7,7 +7,7 @@ import torch
 from gymnasium import spaces
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase, is_tensor_collection
 
-from flatroll.layout.checks import expect, flags, torch_device
+from flatroll.layout.checks import check_device, check_flags, check_type
 from flatroll.layout.keys import is_entry
 from flatroll.specs.arithmetic import is_whole
 from flatroll.specs.bounded import Bounded, Unbounded
@@ -43,26 +43,26 @@ def as_spec(space: "spaces.Space[Any]", batch_size: Shape = (), device: Device =
     """
     batch = as_shape(batch_size, name="batch_size")
     if device is not None:
-        device = torch_device("device", device)
-    spec = _spec_of(space, device)
+        device = check_device("device", device)
+    spec = _from_space(space, device)
 
     if batch:
         return spec.expand(*batch, *spec.shape)
     return spec
 
 
-def _spec_of(space: Any, device: Device) -> TensorSpec:
+def _from_space(space: Any, device: Device) -> TensorSpec:
     if isinstance(space, spaces.Dict):
         names = {key: str(key) for key in space.spaces if isinstance(key, str | int | np.integer)}
         if len(set(names.values())) < len(space.spaces):
             raise TypeError(
                 f"the keys of a Dict space must be different strings or integers, got {list(space.spaces)}"
             )
-        children = {names[key]: _spec_of(child, device) for key, child in space.spaces.items()}
+        children = {names[key]: _from_space(child, device) for key, child in space.spaces.items()}
         return Composite(children, device=device)
 
     if isinstance(space, spaces.Tuple):
-        children = {str(i): _spec_of(child, device) for i, child in enumerate(space.spaces)}
+        children = {str(i): _from_space(child, device) for i, child in enumerate(space.spaces)}
         spec = Composite(children, device=device)
         spec.of_tuple = True
         return spec
@@ -119,7 +119,7 @@ def as_space(spec: TensorSpec) -> "spaces.Space[Any]":
     >>> as_space(as_spec(spaces.MultiDiscrete([3, 3], start=[0, 2])))
     MultiDiscrete([3 3], start=[0 2])
     """
-    expect("spec", spec, TensorSpec, "a spec", hint="as_spec makes one of a Gymnasium space")
+    check_type("spec", spec, TensorSpec, "a spec", hint="as_spec makes one of a Gymnasium space")
     if -1 in spec.shape:
         raise ValueError(f"no Gymnasium space has dims of any length, got shape {tuple(spec.shape)}")
     if getattr(spec, "mask", None) is not None:
@@ -193,8 +193,8 @@ def make_composite_from_td(
     >>> make_composite_from_td(TensorDict({"a": torch.zeros(4, 3)}, [4]))["a"]
     UnboundedContinuous(shape=(4, 3), dtype=torch.float32)
     """
-    expect("data", data, TensorDictBase, "a tensordict")
-    flags(unsqueeze_null_shapes=unsqueeze_null_shapes, dynamic_shape=dynamic_shape)
+    check_type("data", data, TensorDictBase, "a tensordict")
+    check_flags(unsqueeze_null_shapes=unsqueeze_null_shapes, dynamic_shape=dynamic_shape)
 
     specs: dict[str, TensorSpec] = {}
     value: Any

@@ -11,7 +11,7 @@ from tensordict import lazy_stack
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.layout.checks import expect, whole_number
+from flatroll.layout.checks import check_type, check_whole_number
 from flatroll.layout.keys import NestedKey
 from flatroll.specs.composite import Composite, SpecLike, is_key
 from flatroll.specs.shapes import Operation, Shape, as_shape
@@ -31,10 +31,10 @@ def stack(specs: Sequence[Any], dim: int = 0) -> Any:
     >>> torch.stack([Bounded(0, 1, (3,)), Bounded(0, 2, (4,))])
     Stacked(shape=(2, -1), 2 of BoundedContinuous, dim=0, dtype=torch.float32)
     """
-    specs = list(expect("specs", specs, (list, tuple), "a list of specs"))
+    specs = list(check_type("specs", specs, (list, tuple), "a list of specs"))
     for i, spec in enumerate(specs):
-        expect(f"specs[{i}]", spec, TensorSpec, "a spec")
-    whole_number("dim", dim, -(2**31))
+        check_type(f"specs[{i}]", spec, TensorSpec, "a spec")
+    check_whole_number("dim", dim, -(2**31))
 
     if specs and all(spec == specs[0] for spec in specs[1:]):
         _, at = _stacked_shape(specs, dim)

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.layout.checks import as_numbers, flags, shown, torch_device
+from flatroll.layout.checks import as_numbers, as_text, check_device, check_flags
 from flatroll.layout.keys import NestedKey
 from flatroll.specs.arithmetic import as_double, from_ordered, is_whole, to_ordered
 from flatroll.specs.shapes import (
@@ -22,7 +22,7 @@ from flatroll.specs.shapes import (
     Shape,
     as_shape,
     dims_used,
-    frame_of,
+    expanded_scalar,
     shorten,
     with_any,
 )
@@ -63,7 +63,9 @@ def as_dtype(dtype: DType) -> torch.dtype:
     try:
         return torch.from_numpy(np.zeros(0, dtype)).dtype
     except (TypeError, ValueError) as error:
-        raise TypeError(f"dtype must be a torch dtype, such as torch.float32, got {shown(dtype)}") from error
+        raise TypeError(
+            f"dtype must be a torch dtype, such as torch.float32, got {as_text(dtype)}"
+        ) from error
 
 
 class TensorSpec(ABC):
@@ -106,11 +108,11 @@ class TensorSpec(ABC):
         if device is None:
             self.device = self._default_device
         else:
-            self.device = torch_device("device", device)
+            self.device = check_device("device", device)
         self.dtype = None if dtype is None else as_dtype(dtype)
         self.domain = domain
 
-        self._frame = frame_of(self.shape[: len(self.shape) - self.value_dims])
+        self._frame = expanded_scalar(self.shape[: len(self.shape) - self.value_dims])
         self._parameters = {}
         self._cache = {}
 
@@ -498,7 +500,7 @@ class TensorSpec(ABC):
         dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
         if not dense or not self._fits(value.shape):
             raise ValueError(
-                f"value must be a tensor of shape {tuple(self.shape)}, after any batch dims, got {shown(value)}"
+                f"value must be a tensor of shape {tuple(self.shape)}, after any batch dims, got {as_text(value)}"
             )
         return self.closest(value)
 
@@ -517,14 +519,14 @@ class TensorSpec(ABC):
             OutsideSpecError: the value is outside, or would change in this dtype.
             ValueError: it has another shape.
         """
-        flags(ignore_device=ignore_device)
+        check_flags(ignore_device=ignore_device)
         if not isinstance(value, Tensor):
             # As float64, because torch rounds lists to float32; as a copy, because torch supports no negative
             # strides.
             try:
                 value = np.ascontiguousarray(value).reshape(np.shape(value))
             except (TypeError, ValueError, RuntimeError) as error:  # for example a ragged list
-                raise TypeError(f"value must be an array or a tensor, got {shown(value)}") from error
+                raise TypeError(f"value must be an array or a tensor, got {as_text(value)}") from error
 
         given = as_numbers("value", value)
         if not ignore_device:

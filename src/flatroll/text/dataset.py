@@ -14,7 +14,15 @@ import torch
 from tensordict import TensorDict
 
 from flatroll.buffers import ReplayBuffer, SamplerWithoutReplacement, TensorStorage
-from flatroll.layout.checks import expect, file_path, flags, function, shown, torch_device, whole_number
+from flatroll.layout.checks import (
+    as_text,
+    check_device,
+    check_flags,
+    check_function,
+    check_path,
+    check_type,
+    check_whole_number,
+)
 
 
 class TokenizedDatasetLoader:
@@ -59,22 +67,22 @@ class TokenizedDatasetLoader:
         *,
         tokenizer: Any = None,
     ) -> None:
-        expect("split", split, str, "the name of a split")
-        whole_number("max_length", max_length)
-        expect("dataset_name", dataset_name, (str, Path), "the name of a data set or a folder")
-        function("tokenizer_fn", tokenizer_fn, "a class such as TensorDictTokenizer")
+        check_type("split", split, str, "the name of a split")
+        check_whole_number("max_length", max_length)
+        check_type("dataset_name", dataset_name, (str, Path), "the name of a data set or a folder")
+        check_function("tokenizer_fn", tokenizer_fn, "a class such as TensorDictTokenizer")
 
         if pre_tokenization_hook is not None:
-            function("pre_tokenization_hook", pre_tokenization_hook)
+            check_function("pre_tokenization_hook", pre_tokenization_hook)
         if root_dir is not None:
-            file_path("root_dir", root_dir)
-        flags(from_disk=from_disk)
-        whole_number("valid_size", valid_size, 0)
+            check_path("root_dir", root_dir)
+        check_flags(from_disk=from_disk)
+        check_whole_number("valid_size", valid_size, 0)
         if num_workers is not None:
-            whole_number("num_workers", num_workers, 0)
+            check_whole_number("num_workers", num_workers, 0)
 
         if tokenizer is not None and not hasattr(tokenizer, "pad_token"):
-            raise TypeError(f"tokenizer must be a tokenizer of transformers, got {shown(tokenizer)}")
+            raise TypeError(f"tokenizer must be a tokenizer of transformers, got {as_text(tokenizer)}")
         if tokenizer is not None and (tokenizer_class is not None or tokenizer_model_name is not None):
             raise ValueError("pass either tokenizer=, or tokenizer_class and tokenizer_model_name")
 
@@ -211,7 +219,7 @@ def create_infinite_iterator(iterator: Iterable[Any]) -> Iterator[Any]:
     [1, 2, 1, 2, 1]
     """
     if not isinstance(iterator, Iterable) or (isinstance(iterator, torch.Tensor) and not iterator.ndim):
-        raise TypeError(f"iterator must be a list or another iterable, got {shown(iterator)}")
+        raise TypeError(f"iterator must be a list or another iterable, got {as_text(iterator)}")
 
     while True:
         empty = True
@@ -261,11 +269,11 @@ def get_dataloader(
     Raises:
         ValueError: the data set has fewer rows than a batch.
     """
-    whole_number("batch_size", batch_size)
-    flags(infinite=infinite)
-    whole_number("prefetch", prefetch, 0)
-    torch_device("device", device)
-    function("tensorclass_type.from_dataset", getattr(tensorclass_type, "from_dataset", None))
+    check_whole_number("batch_size", batch_size)
+    check_flags(infinite=infinite)
+    check_whole_number("prefetch", prefetch, 0)
+    check_device("device", device)
+    check_function("tensorclass_type.from_dataset", getattr(tensorclass_type, "from_dataset", None))
 
     given = {} if tokenizer is None else {"tokenizer": tokenizer}
     data = tensorclass_type.from_dataset(
@@ -281,7 +289,7 @@ def get_dataloader(
     if len(data) < batch_size:
         raise ValueError(f"batch_size must be at most the {len(data)} rows of the data set, got {batch_size}")
 
-    def rows_of(drawn: Any) -> Any:
+    def stack_rows(drawn: Any) -> Any:
         return data[drawn["row"]].to(device)
 
     # The buffer holds only row numbers: the rows stay in their files until they are drawn.
@@ -290,7 +298,7 @@ def get_dataloader(
         sampler=SamplerWithoutReplacement(drop_last=True),
         batch_size=batch_size,
         prefetch=prefetch,
-        transform=rows_of,
+        transform=stack_rows,
     )
 
     if infinite:

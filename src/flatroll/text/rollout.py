@@ -8,7 +8,16 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from flatroll.layout import ACTION, IS_INIT, NEXT, OBSERVATION, STEP_COUNT
-from flatroll.layout.checks import expect, flags, function, number, one_of, shown, whole_number, writer_number
+from flatroll.layout.checks import (
+    as_text,
+    check_choice,
+    check_flags,
+    check_function,
+    check_number,
+    check_type,
+    check_whole_number,
+    check_writer_number,
+)
 from flatroll.layout.keys import ID_BITS
 from flatroll.text.data import PromptData
 from flatroll.text.kl import KLControllerBase, KLEstimator, kl_estimate
@@ -86,27 +95,27 @@ class RolloutFromModel:
         writer: int = 0,
     ) -> None:
         if num_steps is not None:
-            whole_number("num_steps", num_steps)
-        one_of("kl_estimator", kl_estimator, get_args(KLEstimator))
-        flags(flat=flat, allow_off_policy=allow_off_policy)
+            check_whole_number("num_steps", num_steps)
+        check_choice("kl_estimator", kl_estimator, get_args(KLEstimator))
+        check_flags(flat=flat, allow_off_policy=allow_off_policy)
 
         self.model = model
         self.ref_model = ref_model
         self.reward_model = reward_model
-        self.kl_coef = float(number("kl_coef", kl_coef))
+        self.kl_coef = float(check_number("kl_coef", kl_coef))
 
         if kl_scheduler is not None:
-            function("kl_scheduler.update", getattr(kl_scheduler, "update", None))
+            check_function("kl_scheduler.update", getattr(kl_scheduler, "update", None))
         if generator is not None:
-            expect("generator", generator, torch.Generator, "a torch.Generator or None")
+            check_type("generator", generator, torch.Generator, "a torch.Generator or None")
 
-        self.max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
-        self.score_clip = float(number("score_clip", score_clip, least=0))
+        self.max_new_tokens = check_whole_number("max_new_tokens", max_new_tokens)
+        self.score_clip = float(check_number("score_clip", score_clip, least=0))
         self.kl_scheduler = kl_scheduler
         self.flat = flat
         self.kl_estimator: KLEstimator = kl_estimator
 
-        self.eos_token_ids = _eos_of(model, eos_token_id)
+        self.eos_token_ids = _eos_ids(model, eos_token_id)
         if pad_token_id is None:
             pad_token_id = _config_value(model, "pad_token_id")
         if pad_token_id is None:
@@ -123,7 +132,7 @@ class RolloutFromModel:
             check_config(generation_config, model, max_new_tokens, allow_off_policy)
 
         self.generator = generator
-        self.sequences = Sequences(writer_number(writer) << ID_BITS)
+        self.sequences = Sequences(check_writer_number(writer) << ID_BITS)
         self._kls: deque[float] = deque(maxlen=num_steps)
         self._steps: CachedSteps | None = None
 
@@ -138,7 +147,7 @@ class RolloutFromModel:
         for name in ("model", "ref_model", "reward_model"):
             network = getattr(self, name)
             if isinstance(network, type) or not callable(network):
-                raise TypeError(f"{name} must be a callable model, got {shown(network)}")
+                raise TypeError(f"{name} must be a callable model, got {as_text(network)}")
         return self.create_rollout_td(batch, *self.generate(batch))
 
     @torch.no_grad()
@@ -391,7 +400,7 @@ def _config_value(model: object, name: str) -> Any:
 
 def _in_vocabulary(model: object, name: str, token: int) -> int:
     size = getattr(getattr(model, "config", None), "vocab_size", None)
-    whole_number(name, token, -(2**63))
+    check_whole_number(name, token, -(2**63))
     if token < 0 or (size is not None and token >= size):
         raise ValueError(
             f"{name} {token} is not a token of the model (vocab_size={size}): pass {name}=tokenizer.{name}"
@@ -399,7 +408,7 @@ def _in_vocabulary(model: object, name: str, token: int) -> int:
     return int(token)
 
 
-def _eos_of(model: object, eos: int | list[int] | None) -> list[int]:
+def _eos_ids(model: object, eos: int | list[int] | None) -> list[int]:
     if eos is None:
         eos = _config_value(model, "eos_token_id")
     if eos is None:

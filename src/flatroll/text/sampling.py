@@ -93,13 +93,13 @@ class CachedSteps:
             options[self._argument(name)] = value
 
         output = self.model(input_ids=tokens, attention_mask=mask, position_ids=position, **options)
-        return output.logits[:, -1], self._cache_of(output)
+        return output.logits[:, -1], self._find_cache(output)
 
     def _argument(self, written: str) -> str:
         """Name of the argument for a cache, which the output calls ``written``."""
         return next((name for name in _CACHE_NAMES if name in self._accepted), written)
 
-    def _cache_of(self, output: Any) -> tuple[str, Any]:
+    def _find_cache(self, output: Any) -> tuple[str, Any]:
         """The output's cache, with the name that it has there."""
         for name in _CACHE_NAMES:
             value = getattr(output, name, None)

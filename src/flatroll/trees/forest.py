@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flatroll.kernels.rows.words import hash_words
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.checks import expect, key_names, whole_number
+from flatroll.layout.checks import check_key_names, check_type, check_whole_number
 from flatroll.layout.final import check_final, next_values, read_final
 from flatroll.layout.keys import (
     MASK,
@@ -40,7 +40,7 @@ def _named(name: str, keys: object) -> list[NestedKey]:
     """Return a key, a list of keys or None as a list."""
     if keys is None:
         return []
-    return key_names(name, keys, one=True)
+    return check_key_names(name, keys, one=True)
 
 
 def _in_keys(one: TensorDictMap | None) -> list[Any]:  # tensordict annotates a wider type than keys have
@@ -56,7 +56,7 @@ def _size_limit(
     """Return the one limit of a forest and its maps, or None; ValueError if they differ."""
     limits = {one.max_size for one in (data_map, node_map) if one is not None and one.max_size}
     if max_size is not None:
-        limits.add(whole_number("max_size", max_size))
+        limits.add(check_whole_number("max_size", max_size))
     if len(limits) > 1:
         raise ValueError(f"max_size and the maps' max_size must be equal, got {sorted(limits)}")
     return next(iter(limits), None)
@@ -130,7 +130,7 @@ class MCTSForest:
     ) -> None:
         for name, one in (("data_map", data_map), ("node_map", node_map)):
             if one is not None:
-                expect(name, one, TensorDictMap, "a TensorDictMap or None")
+                check_type(name, one, TensorDictMap, "a TensorDictMap or None")
 
         self.done_keys = _named("done_keys", done_keys) or _DONE_KEYS
         self.reward_keys = _named("reward_keys", reward_keys) or ["reward"]
@@ -190,7 +190,7 @@ class MCTSForest:
         """Numbers of the states of observations ``[*B]``, int64 ``[*B]``; -1 for unknown ones."""
         if not len(self):
             return torch.full(observations.batch_size, -1)
-        found = self._states.find(self._states_of(observations))
+        found = self._states.find(self._read_states(observations))
         return found.reshape(observations.batch_size)
 
     def children(self, state: int) -> Tensor:
@@ -399,7 +399,7 @@ class MCTSForest:
             return torch.zeros(rows, dtype=torch.float64)
         return total.contiguous()
 
-    def _states_of(self, rows: TensorDictBase) -> list[Tensor]:
+    def _read_states(self, rows: TensorDictBase) -> list[Tensor]:
         keys = self.observation_keys
         for key in keys:
             require(rows, key)
@@ -433,7 +433,7 @@ class MCTSForest:
         if not len(self):
             return torch.full(size, -1)
 
-        states = self._states.find(self._states_of(rows))
+        states = self._states.find(self._read_states(rows))
         for key in self.action_keys:
             require(rows, key)
         actions = flat_columns(rows, self.action_keys)
@@ -472,7 +472,7 @@ class MCTSForest:
         if root.batch_size.numel() != 1:
             raise ValueError(f"root must be one observation, got batch size {list(root.batch_size)}")
         if max_depth is not None:
-            whole_number("max_depth", max_depth, least=0)
+            check_whole_number("max_depth", max_depth, least=0)
 
         state = int(self.states(root))
         if state < 0:
@@ -563,12 +563,12 @@ class NodeMap:
                 "check with contains()"
             )
 
-        found = [self._transitions_of(int(state)) for state in states.reshape(-1)]
+        found = [self._read_transitions(int(state)) for state in states.reshape(-1)]
         if not states.ndim:
             return found[0]
         return cast(TensorDictBase, LazyStackedTensorDict(*found))
 
-    def _transitions_of(self, state: int) -> TensorDict:
+    def _read_transitions(self, state: int) -> TensorDict:
         index = self._forest.children(state)
         return nest(
             {

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from flatroll.kernels.rows.words import hash_words, pack_rows
-from flatroll.layout.checks import flags, function, shown, whole_number
+from flatroll.layout.checks import as_text, check_flags, check_function, check_whole_number
 from flatroll.trees.rows import RowNumbers
 
 
@@ -82,7 +82,7 @@ class SipHash(nn.Module):
 
     def __init__(self, as_tensor: bool = True) -> None:
         super().__init__()
-        flags(as_tensor=as_tensor)
+        check_flags(as_tensor=as_tensor)
         self.as_tensor = as_tensor
 
     @override
@@ -124,15 +124,17 @@ class RandomProjectionHash(SipHash):
         super().__init__(as_tensor)
         if n_components is None:
             n_components = 16
-        self.n_components = whole_number("n_components", n_components, 1, 2**31)
+        self.n_components = check_whole_number("n_components", n_components, 1, 2**31)
 
         if not isinstance(dtype_cast, torch.dtype) or not dtype_cast.is_floating_point:
-            raise TypeError(f"dtype_cast must be a floating-point dtype, got {shown(dtype_cast)}")
+            raise TypeError(f"dtype_cast must be a floating-point dtype, got {as_text(dtype_cast)}")
         self.dtype_cast = dtype_cast
 
         self.init_method: Callable[[Tensor], Any] = nn.init.normal_
         if init_method is not None:
-            self.init_method = function("init_method", init_method, "a function that fills a tensor in place")
+            self.init_method = check_function(
+                "init_method", init_method, "a function that fills a tensor in place"
+            )
         self.register_buffer("transform", None)
 
     def fit(self, x: Tensor) -> None:
@@ -187,7 +189,7 @@ class BinaryToDecimal(nn.Module):
         convert_to_binary: bool = False,
     ) -> None:
         super().__init__()
-        self.num_bits = whole_number("num_bits", num_bits)
+        self.num_bits = check_whole_number("num_bits", num_bits)
         self.device = torch.device(device)
         self.dtype = dtype
         self.convert_to_binary = convert_to_binary

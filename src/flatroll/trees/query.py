@@ -10,8 +10,8 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from flatroll.kernels.rows.words import hash_words, pack_rows
-from flatroll.layout.checks import flags, function, key_names, need_keys
-from flatroll.layout.keys import NestedKey, missing_marker
+from flatroll.layout.checks import check_flags, check_function, check_key_names, check_keys
+from flatroll.layout.keys import NestedKey, missing_marker_error
 from flatroll.layout.tensordict_seam import get_entry, set_entry
 from flatroll.trees.rows import RowNumbers
 
@@ -59,11 +59,11 @@ class QueryModule(TensorDictModuleBase):
         clone: bool = False,
     ) -> None:
         super().__init__()
-        need_keys(index_key=index_key, hash_key=hash_key)
-        flags(clone=clone)
+        check_keys(index_key=index_key, hash_key=hash_key)
+        check_flags(clone=clone)
 
         keys: list[NestedKey] = [
-            cast(Any, unravel_key(key)) for key in key_names("in_keys", in_keys, one=True)
+            cast(Any, unravel_key(key)) for key in check_key_names("in_keys", in_keys, one=True)
         ]
         index_key = cast(Any, unravel_key(index_key))
         hash_key = cast(Any, unravel_key(hash_key))
@@ -84,11 +84,11 @@ class QueryModule(TensorDictModuleBase):
             )
 
         for module in hash_module or ():
-            function("hash_module", module, "a module or a function of rows")
+            check_function("hash_module", module, "a module or a function of rows")
         if hash_to_int is not None:
-            function("hash_to_int", hash_to_int, "a function of hashes")
+            check_function("hash_to_int", hash_to_int, "a function of hashes")
         if aggregator is not None:
-            function("aggregator", aggregator, "a function of hashes")
+            check_function("aggregator", aggregator, "a function of hashes")
 
         # Modules among them are registered, so that state_dict() includes them.
         self.hash_module = hash_module
@@ -162,7 +162,7 @@ class QueryModule(TensorDictModuleBase):
         columns = [get_entry(tensordict, key) for key in self._read]
         for key, column in zip(self._read, columns, strict=True):
             if column is None:
-                raise missing_marker(key, tensordict.keys(True, True))
+                raise missing_marker_error(key, tensordict.keys(True, True))
 
         if tensordict.batch_dims != 1:
             columns = [column.reshape(rows, *column.shape[tensordict.batch_dims :]) for column in columns]

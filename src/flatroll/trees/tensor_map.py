@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flatroll.buffers import Storage
 from flatroll.kernels.rows.row_index import occurrences
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import check_whole_number
 from flatroll.layout.keys import NestedKey, require
 from flatroll.layout.tensordict_seam import nest
 from flatroll.trees.query import Hash, QueryModule
@@ -104,7 +104,7 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         self._stored_keys = list[NestedKey]()
         self._wanted = None if out_keys is None else list(out_keys)
 
-        given = max_size and whole_number("max_size", max_size)
+        given = max_size and check_whole_number("max_size", max_size)
         of_storage = None if storage is None else storage.max_size
         limits = [limit for limit in (given, of_storage) if limit is not None]
         self.max_size = min(limits, default=None)

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from flatroll.layout.checks import one_of
+from flatroll.layout.checks import check_choice
 from flatroll.layout.keys import NestedKey, next_key
 from flatroll.layout.tensordict_seam import nest
 from flatroll.specs import Composite, make_composite_from_td
@@ -361,7 +361,7 @@ class Tree:
             key_type: ``"hash"`` (default; None for the root), ``"id"`` or ``"path"``. With ``"path"``, a vertex with
                 several paths is listed for each of them, but its descendants only once.
         """
-        if one_of("key_type", key_type, ("hash", "id", "path")) == "path":
+        if check_choice("key_type", key_type, ("hash", "id", "path")) == "path":
             return {path: vertex for vertex, path, _ in self._walk_paths()}
         if key_type == "hash":
             return {vertex.hash: vertex for vertex in self._walk()}

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, DatasetOptions, slices
 from flatroll.datasets.formats.npy import ArrayStream
-from flatroll.layout.checks import file_path
+from flatroll.layout.checks import check_path
 from flatroll.layout.export import Array, from_numpy
 
 _NAME = re.compile(r"\$store\$_observation_ckpt\.([0-9]{1,9})\.gz")
@@ -43,7 +43,7 @@ def read_atari_dqn(
 
     Source: Agarwal, Schuurmans & Norouzi, An Optimistic Perspective on Offline Reinforcement Learning (2020).
     """
-    folder = file_path("path", path).absolute()
+    folder = check_path("path", path).absolute()
     parts = sorted(int(match[1]) for file in folder.iterdir() if (match := _NAME.fullmatch(file.name)))
     if not parts:
         raise FileNotFoundError(f"{folder} has no $store$_observation_ckpt.<number>.gz")

@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from flatroll.datasets import ids
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, DatasetOptions
-from flatroll.datasets.formats.episodes import count_on, damage_in, episode_of, files_in
-from flatroll.layout.checks import file_path, flags
+from flatroll.datasets.formats.episodes import count_on, damage_in, files_in, make_episode
+from flatroll.layout.checks import check_flags, check_path
 from flatroll.layout.export import Array, optional_package
 from flatroll.layout.hdf5 import h5_columns
 from flatroll.layout.keys import NestedKey, plain_key
@@ -54,7 +54,7 @@ def read_d4rl(source: str | Path | Mapping[str, Any], *, drop_unknown: bool = Fa
     >>> [len(episode) for episode in read_d4rl({**steps, "terminals": np.array([False, True, False])})]
     [2, 1]
     """
-    flags(drop_unknown=drop_unknown)
+    check_flags(drop_unknown=drop_unknown)
     if isinstance(source, Mapping):
         arrays = {
             name: np.asarray(values) for name, values in source.items() if name.split("/")[0] != "metadata"
@@ -63,7 +63,7 @@ def read_d4rl(source: str | Path | Mapping[str, Any], *, drop_unknown: bool = Fa
         return
 
     h5py = optional_package("h5py", "h5", "read_d4rl")
-    with damage_in(file_path("source", source)), h5py.File(source, "r") as file:
+    with damage_in(check_path("source", source)), h5py.File(source, "r") as file:
         yield from _episodes(h5_columns(file, leave_out=("metadata",)), str(source), drop_unknown)
 
 
@@ -103,7 +103,7 @@ def _episodes(columns: Mapping[str, Any], place: str, drop_unknown: bool) -> Ite
 
         states = {"observation": columns["observations"][rows]}
         reward = columns["rewards"][rows] if "rewards" in columns else None
-        episode = episode_of(number, states, others, reward, terminal[rows], timeout[rows])
+        episode = make_episode(number, states, others, reward, terminal[rows], timeout[rows])
         first = int(last) + 1
         if drop_unknown and "next_observations" not in columns and not terminal[last]:
             episode = episode[:-1]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from tensordict import TensorDict
 
-from flatroll.layout.checks import file_path, iterable
+from flatroll.layout.checks import check_iterable, check_path
 from flatroll.layout.export import Array, from_columns
 from flatroll.layout.keys import (
     DONE,
@@ -90,10 +90,10 @@ def naming(place: str | Path) -> Iterator[None]:
         raise (*kinds, ValueError)[0](text) from None
 
 
-def episode_of(*parts: Any) -> TensorDict:
+def make_episode(*parts: Any) -> TensorDict:
     """Return an episode of T steps as a flat batch ``[T]`` with all markers; see `episode_columns`.
 
-    >>> batch = episode_of(0, {"observation": np.arange(3)}, {}, np.ones(2), np.array([0, 1]), np.zeros(2))
+    >>> batch = make_episode(0, {"observation": np.arange(3)}, {}, np.ones(2), np.array([0, 1]), np.zeros(2))
     >>> batch["next", "observation"], batch["next", "done"].squeeze(-1)
     (tensor([1, 2]), tensor([False,  True]))
     """
@@ -176,8 +176,8 @@ def named_leaves(
 def files_in(paths: str | Path | Iterable[str | Path], suffixes: tuple[str, ...]) -> list[Path]:
     """Return files given one by one, or those of a folder with these suffixes, in order; no links."""
     if not isinstance(paths, str | Path):
-        several = iterable("paths", paths, "a path, or an iterable of paths")
-        return [file_path("paths", path).absolute() for path in several]
+        several = check_iterable("paths", paths, "a path, or an iterable of paths")
+        return [check_path("paths", path).absolute() for path in several]
 
     path = Path(paths).absolute()
     if not path.is_dir():

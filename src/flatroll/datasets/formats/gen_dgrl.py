@@ -14,10 +14,10 @@ from tensordict import TensorDict, TensorDictBase
 from typing_extensions import override
 
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay
-from flatroll.datasets.formats.episodes import count_on, damage_in, episode_of, files_in, naming
+from flatroll.datasets.formats.episodes import count_on, damage_in, files_in, make_episode, naming
 from flatroll.datasets.formats.npy import read_header
-from flatroll.datasets.ids import unknown_id
-from flatroll.layout.checks import file_path, whole_number
+from flatroll.datasets.ids import unknown_id_error
+from flatroll.layout.checks import check_path, check_whole_number
 from flatroll.layout.export import Array
 
 _NAMES = ("observations", "actions", "dones")
@@ -70,8 +70,8 @@ def read_gen_dgrl(path: str | Path, *, max_bytes: int = 1 << 30) -> Iterator[Ten
     Source: Mediratta et al., The Generalization Gap in Offline Reinforcement Learning (2023).
     """
     number = 0
-    whole_number("max_bytes", max_bytes)
-    with damage_in(file_path("path", path)), tarfile.open(path, "r|*", tarinfo=_Member) as archive:
+    check_whole_number("max_bytes", max_bytes)
+    with damage_in(check_path("path", path)), tarfile.open(path, "r|*", tarinfo=_Member) as archive:
         for member in archive:
             if member.isdir():
                 continue
@@ -129,7 +129,7 @@ def _episode(steps: dict[str, Array], number: int, name: str) -> TensorDict:
     others = {key: values for key, values in steps.items() if key not in (*_NAMES, "rewards")}
     others = {key: values for key, values in others.items() if values.ndim and len(values) == length}
 
-    return episode_of(
+    return make_episode(
         number,
         {"observation": pictures},
         {"action": steps["actions"], **others},
@@ -302,7 +302,7 @@ class GenDGRLExperienceReplay(BaseDatasetExperienceReplay):
         if self.dataset_id not in self.available_datasets:
             raise ValueError(
                 f"dataset_id must be a game and a category, such as 'bigfish-1M_E', see available_datasets: "
-                f"{unknown_id(type(self).__name__, self.dataset_id, self.available_datasets)}"
+                f"{unknown_id_error(type(self).__name__, self.dataset_id, self.available_datasets)}"
             )
 
     @override

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from flatroll.datasets.formats.episodes import damage_in
 from flatroll.datasets.formats.sources import CHUNK_BYTES, Source, first_rows
 from flatroll.disk.files import SteadyFile
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import check_whole_number
 from flatroll.layout.export import from_numpy, optional_package, to_numpy
 from flatroll.layout.hdf5 import h5_columns
 from flatroll.layout.keys import as_tuple
@@ -95,6 +95,6 @@ def read_h5(
         if chunk_rows is None:
             chunk_rows = max(1, CHUNK_BYTES * rows // max(1, size))
 
-        for first in range(0, max(rows, 1), whole_number("chunk_rows", chunk_rows)):
+        for first in range(0, max(rows, 1), check_whole_number("chunk_rows", chunk_rows)):
             cut = slice(first, min(first + chunk_rows, rows))
             yield from_numpy({name: column[cut] for name, column in columns.items()}, separator="/")

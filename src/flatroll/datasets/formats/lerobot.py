@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay
 from flatroll.datasets.formats.episodes import damage_in, naming
-from flatroll.datasets.formats.sources import Source, check_follows, episodes_of
+from flatroll.datasets.formats.sources import Source, check_follows, read_episodes
 from flatroll.datasets.formats.tables import MAX_BYTES, row_groups
 from flatroll.layout import checks
 from flatroll.layout.export import (
@@ -138,11 +138,11 @@ def write_lerobot(
     """
     pyarrow = optional_package("pyarrow", "parquet", "export")
     parquet = optional_package("pyarrow.parquet", "parquet", "export")
-    checks.number("fps", fps, above=0, below=math.inf)
+    checks.check_number("fps", fps, above=0, below=math.inf)
     for folder in ("meta/episodes/chunk-000", "data/chunk-000"):
         (path / folder).mkdir(parents=True)
 
-    trajectories = episodes_of(source)
+    trajectories = read_episodes(source)
     first = next(trajectories)
     fields = _fields(first, images)
     stored = [field for field in fields if not field["next"]]
@@ -262,7 +262,7 @@ def _check_columns(fields: list[dict[str, Any]], observed: set[tuple[str, ...]])
     if clash := sorted({name for name in stored if stored.count(name) > 1 or name in OWN}):
         raise ValueError(f"columns {clash} would have the same names as others: rename the entries first")
 
-    present = {_key_of(field) for field in fields}
+    present = {_feature_key(field) for field in fields}
     missing = sorted(".".join(key) for key in observed if next_key(key) not in present)
     if missing:
         raise ValueError(
@@ -276,7 +276,7 @@ def _image_axes(name: str, array: Array, given: str | None) -> str | None:
     shape = array.shape[1:]
     pictures = array.dtype == np.uint8 and len(shape) == 3
     if given is not None:
-        checks.one_of(f"images[{name!r}]", given, ("HWC", "CHW"))
+        checks.check_choice(f"images[{name!r}]", given, ("HWC", "CHW"))
         channels = 0
         if pictures:
             place = -1 if given == "HWC" else 0
@@ -309,9 +309,9 @@ def _table(
     arrays: dict[str, Any] = {}
 
     for field in fields:
-        array = columns[_key_of(field)]
+        array = columns[_feature_key(field)]
         if field["next"]:
-            check_follows(".".join(_root_of(field)), columns[_root_of(field)], array)
+            check_follows(".".join(_feature_root(field)), columns[_feature_root(field)], array)
             continue
 
         if field["image"] is not None:
@@ -539,8 +539,10 @@ def _check_fields(fields: Any, path: Path) -> list[dict[str, Any]]:
         if not _is_field(field):
             raise ValueError(f"{path} was not written by export(): {str(field)[:200]}")
 
-    roots = {_key_of(field) for field in fields if not field["next"]}
-    if alone := [_key_of(field) for field in fields if field["next"] and _root_of(field) not in roots]:
+    roots = {_feature_key(field) for field in fields if not field["next"]}
+    if alone := [
+        _feature_key(field) for field in fields if field["next"] and _feature_root(field) not in roots
+    ]:
         raise ValueError(f"{path} was not written by export(): {'.'.join(alone[0])!r} has no root entry")
     return list(fields)
 
@@ -567,15 +569,15 @@ def _is_key(key: object) -> bool:
     )
 
 
-def _key_of(field: dict[str, Any]) -> tuple[str, ...]:
+def _feature_key(field: dict[str, Any]) -> tuple[str, ...]:
     key = field["key"]
     if isinstance(key, str):
         return tuple(key.split("."))
     return tuple(key)
 
 
-def _root_of(field: dict[str, Any]) -> tuple[str, ...]:
-    key = _key_of(field)
+def _feature_root(field: dict[str, Any]) -> tuple[str, ...]:
+    key = _feature_key(field)
     if key[0] == NEXT and len(key) > 1:
         return key[1:]
     return key
@@ -790,11 +792,11 @@ def _restore_episode(table: Any, fields: list[dict[str, Any]], last: Any, number
     finals = to_numpy(last[number : number + 1], separator=_NO_SEPARATOR)
     # Next values are computed from the others.
     for field in sorted(fields, key=lambda field: bool(field["next"])):
-        key = _key_of(field)
+        key = _feature_key(field)
         name = ".".join(key)
         if field["next"]:
-            root = ".".join(_root_of(field))
-            now = columns[_root_of(field)]
+            root = ".".join(_feature_root(field))
+            now = columns[_feature_root(field)]
             final = finals.get(root)
             if final is None or final.shape != (1, *now.shape[1:]):
                 raise ValueError(f"{LAST} does not match: it lacks the last {root} of episode {number}")

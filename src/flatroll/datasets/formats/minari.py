@@ -15,9 +15,9 @@ from typing_extensions import override
 
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, DatasetOptions
 from flatroll.datasets.formats.episodes import episode_columns, named_leaves
-from flatroll.datasets.formats.sources import Source, check_follows, episodes_of
+from flatroll.datasets.formats.sources import Source, check_follows, read_episodes
 from flatroll.disk import Folder
-from flatroll.layout.checks import file_path, shown
+from flatroll.layout.checks import as_text, check_path
 from flatroll.layout.export import Array, from_columns, optional_package, to_columns
 from flatroll.layout.keys import (
     ACTION,
@@ -34,7 +34,7 @@ from flatroll.layout.keys import (
     observation_keys,
     plain_key,
 )
-from flatroll.layout.spaces import observation_leaves, part_of, space_leaves
+from flatroll.layout.spaces import find_part, observation_leaves, space_leaves
 
 if TYPE_CHECKING:
     from minari import EpisodeData, MinariDataset
@@ -89,7 +89,7 @@ def write_minari(
     storage_of = optional_package("minari.dataset.minari_storage", "minari", "export").MinariStorage
     buffer_of = optional_package("minari.data_collector", "minari", "export").EpisodeBuffer
 
-    trajectories = episodes_of(source)
+    trajectories = read_episodes(source)
     first = next(trajectories)
     columns = dict(to_columns(first))
     _check_columns(columns)
@@ -211,7 +211,7 @@ def _check_leaves(
 ) -> None:
     """Raise ValueError unless the columns are what the space says."""
     for key, path in leaves:
-        part = part_of(space, path)
+        part = find_part(space, path)
         column = columns.get(as_tuple(key))
         if not isinstance(part, _HELD):
             raise ValueError(f"{argument}: {key!r} is {part}, which Minari's files cannot hold as a column")
@@ -322,9 +322,11 @@ def open_minari(source: "str | Path | MinariDataset") -> "MinariDataset":
     """Return a `minari.MinariDataset` unchanged, or open the one in a ``data`` folder."""
     if not isinstance(source, str | Path):
         if not hasattr(getattr(source, "storage", None), "metadata"):
-            raise TypeError(f"source must be a MinariDataset or the path of its folder, got {shown(source)}")
+            raise TypeError(
+                f"source must be a MinariDataset or the path of its folder, got {as_text(source)}"
+            )
         return source
-    if not file_path("source", source).is_dir():
+    if not check_path("source", source).is_dir():
         raise FileNotFoundError(f"source must be a Minari data folder, there is none at {source}")
     return optional_package("minari", "minari", "import_minari").MinariDataset(Path(source).absolute())
 
@@ -350,7 +352,7 @@ def read_minari_columns(
         return
 
     reader = _Reader(infos, rename or {}, leave_out, texts, _some_are_cut(data))
-    sizes = _sizes_of(data)
+    sizes = _read_sizes(data)
     before: set[tuple[Any, ...]] | None = None  # the infos of the first episode
     for episode in data.iterate_episodes():
         if (steps := sizes.get(int(episode.id), len(episode))) != len(episode):
@@ -358,7 +360,7 @@ def read_minari_columns(
                 f"episode {episode.id} has {steps} steps, but Minari's library reads {len(episode)} of its "
                 f"{data.storage.FORMAT} file, as where there are not {steps + 1} observations: read it from hdf5"
             )
-        columns = reader.columns_of(episode)
+        columns = reader.read_columns(episode)
 
         kinds = {
             (".".join(key), array.dtype.name, array.shape[1:])
@@ -375,7 +377,7 @@ def read_minari_columns(
         yield columns
 
 
-def _sizes_of(data: "MinariDataset") -> dict[int, int]:
+def _read_sizes(data: "MinariDataset") -> dict[int, int]:
     """How many steps each episode of arrow and parquet files was written with, where they say it.
 
     Minari's reader drops the last value of actions and rewards there, which is a real one if there was no further
@@ -402,7 +404,7 @@ def _some_are_cut(data: "MinariDataset") -> bool:
         return False
     h5py = optional_package("h5py", "h5", "import_minari")
 
-    def length_of(place: Any) -> int:
+    def count_steps(place: Any) -> int:
         while isinstance(place, h5py.Group):
             if not len(place):
                 return -1
@@ -416,7 +418,7 @@ def _some_are_cut(data: "MinariDataset") -> bool:
             episode = opened.get(f"episode_{number}")
             if episode is None or not {"observations", "rewards"} <= set(episode):
                 continue  # the library says what is wrong with it
-            if length_of(episode["observations"]) == length_of(episode["rewards"]):
+            if count_steps(episode["observations"]) == count_steps(episode["rewards"]):
                 return True
     return False
 
@@ -464,7 +466,7 @@ class _Reader:
         self._some_are_cut = some_are_cut
         self._warned = False
 
-    def columns_of(self, episode: "EpisodeData") -> dict[_Key, Array]:
+    def read_columns(self, episode: "EpisodeData") -> dict[_Key, Array]:
         length = len(episode)
         seen = self._observations(episode)
         states = {plain_key(key): array for key, array in seen.items()}

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from flatroll.buffers import SamplerWithoutReplacement
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, DatasetOptions, open_rows
-from flatroll.layout.checks import expect, flags, one_of
+from flatroll.layout.checks import check_choice, check_flags, check_type
 from flatroll.layout.export import optional_package
 
 #: By name of the set: the table's name, its version, and the label column (None: the table's own).
@@ -43,9 +43,9 @@ def read_openml(features: Any, label: Any, *, one_hot: bool = False) -> TensorDi
     """
     pandas = optional_package("pandas", "openml", "OpenMLExperienceReplay")
     preprocessing = optional_package("sklearn.preprocessing", "openml", "OpenMLExperienceReplay")
-    expect("features", features, pandas.DataFrame, "a DataFrame of pandas")
-    expect("label", label, pandas.Series, "a Series of pandas")
-    flags(one_hot=one_hot)
+    check_type("features", features, pandas.DataFrame, "a DataFrame of pandas")
+    check_type("label", label, pandas.Series, "a Series of pandas")
+    check_flags(one_hot=one_hot)
 
     complete = ~(features.isna().any(axis=1) | label.isna())
     features = features[complete]
@@ -112,7 +112,7 @@ class OpenMLExperienceReplay(BaseDatasetExperienceReplay):
 
     @override
     def _check_id(self) -> None:
-        one_of("name", self.dataset_id, _TABLES)
+        check_choice("name", self.dataset_id, _TABLES)
 
     @override
     def _fetch(self, folder: Path) -> Any:

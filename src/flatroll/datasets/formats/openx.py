@@ -22,12 +22,12 @@ from flatroll.buffers import (
     TensorDictReplayBuffer,
 )
 from flatroll.buffers.replay_buffer import Made
-from flatroll.buffers.transforms.transform import apply, reads_others
+from flatroll.buffers.transforms.transform import apply, needs_trajectory
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, DatasetOptions, slices
-from flatroll.datasets.formats.episodes import episode_of, named_leaves
+from flatroll.datasets.formats.episodes import make_episode, named_leaves
 from flatroll.datasets.formats.lerobot import read_lerobot
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.checks import iterable, shown, whole_number
+from flatroll.layout.checks import as_text, check_iterable, check_whole_number
 from flatroll.layout.export import Array
 from flatroll.layout.keys import (
     DONE,
@@ -70,10 +70,10 @@ def read_rlds(episodes: Iterable[Any]) -> Iterator[TensorDict]:
     >>> rows["next", "observation"].tolist(), rows["next", "reward"].tolist(), rows["next", "terminated"].tolist()
     ([2.0], [[0.5]], [[True]])
     """
-    for number, episode in enumerate(iterable("episodes", episodes, "an iterable of episodes")):
+    for number, episode in enumerate(check_iterable("episodes", episodes, "an iterable of episodes")):
         given: Any = episode.get("steps") if isinstance(episode, Mapping) else episode
         steps: list[Any] = list(
-            iterable("each of the episodes", given, "an iterable of steps, or a mapping with 'steps'")
+            check_iterable("each of the episodes", given, "an iterable of steps, or a mapping with 'steps'")
         )
         _check_steps(steps, number)
 
@@ -87,14 +87,14 @@ def read_rlds(episodes: Iterable[Any]) -> Iterator[TensorDict]:
         terminated[-1] = bool(steps[-1].get("is_terminal", False))
         truncated = np.zeros(len(steps) - 1, bool)
         truncated[-1] = not terminated[-1]
-        yield episode_of(number, states, others, _rewards(steps, number), terminated, truncated)
+        yield make_episode(number, states, others, _rewards(steps, number), terminated, truncated)
 
 
 def _check_steps(steps: list[Any], number: int) -> None:
     """Raise an error unless these are at least two steps of one episode, each with an observation."""
     if wrong := [step for step in steps if not isinstance(step, Mapping)]:
         raise TypeError(
-            f"each step of an episode must be a mapping, got {shown(wrong[0])} in episode {number}"
+            f"each step of an episode must be a mapping, got {as_text(wrong[0])} in episode {number}"
         )
     if len(steps) < 2:
         raise ValueError(f"episode {number} has {len(steps)} steps: a row needs two")
@@ -345,7 +345,7 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
 
     def _finish(self, data: Any) -> Any:
         """Apply the processing of samples to a batch of the stream."""
-        if any(map(reads_others, self.transforms)):
+        if any(map(needs_trajectory, self.transforms)):
             raise ValueError(
                 "streaming=True stores no rows, so a transform cannot read further rows: leave it out"
             )
@@ -394,10 +394,10 @@ class EpisodeStream:
             raise ValueError("pass num_slices or slice_len, not both: the other follows from batch_size")
         self.num_slices = None
         if num_slices is not None:
-            self.num_slices = whole_number("num_slices", num_slices)
+            self.num_slices = check_whole_number("num_slices", num_slices)
         self.slice_len = None
         if slice_len is not None:
-            self.slice_len = whole_number("slice_len", slice_len)
+            self.slice_len = check_whole_number("slice_len", slice_len)
 
         self.shuffle = shuffle
         self.strict_length = strict_length
@@ -442,7 +442,7 @@ class EpisodeStream:
         if length is None and batch_size is None:
             yield from episodes
         elif length is None:
-            yield from _in_order(episodes, whole_number("batch_size", batch_size))
+            yield from _in_order(episodes, check_whole_number("batch_size", batch_size))
         else:
             slices: list[TensorDictBase] = []
             for episode in episodes:
@@ -457,7 +457,7 @@ class EpisodeStream:
         """Rows of a slice, None without slices; and slices of a batch."""
         if batch_size is None:
             return self.slice_len, 1
-        whole_number("batch_size", batch_size)
+        check_whole_number("batch_size", batch_size)
 
         if self.num_slices is None and self.slice_len is None:
             if self.shuffle:

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from flatroll.datasets import ids
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay
-from flatroll.datasets.formats.episodes import damage_in, episode_of, files_in
+from flatroll.datasets.formats.episodes import damage_in, files_in, make_episode
 from flatroll.layout.export import Array, optional_package
 from flatroll.layout.hdf5 import h5_columns
 from flatroll.layout.keys import NestedKey, plain_key
@@ -89,7 +89,7 @@ def _trial(columns: Mapping[str, Any], number: int, seed: int, place: str) -> It
     for count, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
         rows = slice(start, end)
         paid = None if rewards is None else rewards[rows]
-        yield episode_of(
+        yield make_episode(
             number + count,
             {key: values[rows] for key, values in states.items()},
             {key: values[rows] for key, values in others.items()},

@@ -55,7 +55,7 @@ def write_pandas(source: Source, path: Path, *, split: int = 16, separator: str 
     pyarrow = optional_package("pyarrow", "parquet", "export")
     parquet = optional_package("pyarrow.parquet", "parquet", "export")
 
-    def table_of(frame: Any) -> Any:
+    def as_table(frame: Any) -> Any:
         record = frame.attrs["flatroll"]
         if wide := [name for name, (dtype, _) in record.items() if dtype.startswith("complex")]:
             raise TypeError(
@@ -77,7 +77,7 @@ def write_pandas(source: Source, path: Path, *, split: int = 16, separator: str 
         return table.replace_schema_metadata({**about, _ATTRS: json.dumps(frame.attrs)})
 
     _write_tables(
-        (table_of(to_pandas(chunk, separator=separator, split=split)) for chunk in source.chunks()),
+        (as_table(to_pandas(chunk, separator=separator, split=split)) for chunk in source.chunks()),
         lambda schema: parquet.ParquetWriter(path, schema, compression="zstd"),
     )
 

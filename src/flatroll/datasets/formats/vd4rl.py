@@ -12,9 +12,9 @@ from typing_extensions import override
 
 from flatroll.buffers import Compose, Resize, ToTensorImage
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, DatasetOptions
-from flatroll.datasets.formats.episodes import damage_in, episode_of, files_in
+from flatroll.datasets.formats.episodes import damage_in, files_in, make_episode
 from flatroll.datasets.formats.npy import read_whole
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import check_whole_number
 from flatroll.layout.export import Array, optional_package
 from flatroll.layout.hdf5 import h5_columns
 from flatroll.layout.keys import NestedKey
@@ -50,7 +50,7 @@ def read_vd4rl(paths: str | Path | Iterable[str | Path], *, max_bytes: int = 1 <
     Source: Lu et al., Challenges and Opportunities in Offline Reinforcement Learning from Visual Observations (2022).
     """
     number = 0
-    whole_number("max_bytes", max_bytes)
+    check_whole_number("max_bytes", max_bytes)
     for path in files_in(paths, (".npz", ".h5", ".hdf5")):
         with damage_in(path):
             read = _npz if path.suffix == ".npz" else _hdf5
@@ -151,7 +151,7 @@ def _episode(steps: dict[str, Array], number: int) -> TensorDict:
             states["state", *name.split("/")] = column
 
     reward = steps["reward"][1:] if "reward" in steps else None
-    return episode_of(number, states, others, reward, terminated, truncated)
+    return make_episode(number, states, others, reward, terminated, truncated)
 
 
 class VD4RLExperienceReplay(BaseDatasetExperienceReplay):

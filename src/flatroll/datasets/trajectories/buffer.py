@@ -23,8 +23,8 @@ from flatroll.datasets.trajectories.rows import (
     DONE,
     LANE,
     TrajectoryRecord,
-    fields_of,
-    rows_of,
+    as_fields,
+    from_trajectories,
     trajectory_fields,
 )
 from flatroll.datasets.trajectories.saving import RankSave, discard, stage
@@ -39,7 +39,7 @@ from flatroll.datasets.trajectories.sources import (
     share,
 )
 from flatroll.disk import Version, files
-from flatroll.layout.checks import expect, file_path, flags, one_of, whole_number
+from flatroll.layout.checks import check_choice, check_flags, check_path, check_type, check_whole_number
 from flatroll.layout.keys import NestedKey
 
 _WITHOUT_END = 2**40  # capacity of a buffer without a limit
@@ -59,7 +59,7 @@ class TrajectoryCache:
     """
 
     def __init__(self, max_size: int = 5) -> None:
-        self.max_size = whole_number("max_size", max_size)
+        self.max_size = check_whole_number("max_size", max_size)
         self._trajectories: OrderedDict[int, dict[str, Any]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -95,22 +95,22 @@ class RowBuffer(ReplayBuffer):
 
     @override
     def extend(self, data: Any, final: Any = None, *, update_priority: bool | None = None) -> NoReturn:
-        raise _refusal("extend", "add_trajectories")
+        raise _write_error("extend", "add_trajectories")
 
     @override
     def empty(self) -> NoReturn:
-        raise _refusal("empty", "clear")
+        raise _write_error("empty", "clear")
 
     @override
     def load_version(self, path: Path, number: int | None, strict: bool) -> NoReturn:
-        raise _refusal("loads", "load_checkpoint (of what save_checkpoint wrote)")
+        raise _write_error("loads", "load_checkpoint (of what save_checkpoint wrote)")
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> NoReturn:
-        raise _refusal("load_state_dict", "load_checkpoint (of what save_checkpoint wrote)")
+        raise _write_error("load_state_dict", "load_checkpoint (of what save_checkpoint wrote)")
 
 
-def _refusal(what: str, instead: str) -> RuntimeError:
+def _write_error(what: str, instead: str) -> RuntimeError:
     return RuntimeError(
         f"{what} would change rows without updating the trajectories of the TrajectoryReplayBuffer: call its "
         f"{instead}"
@@ -175,26 +175,26 @@ class TrajectoryReplayBuffer:
         sampler: Sampler | None = None,
         **storage_options: Any,
     ) -> None:
-        expect("allow_pickle", allow_pickle, bool, "True or False")
-        if one_of("trajectory_format", trajectory_format, ("pt", "pkl")) == "pkl" and not allow_pickle:
+        check_type("allow_pickle", allow_pickle, bool, "True or False")
+        if check_choice("trajectory_format", trajectory_format, ("pt", "pkl")) == "pkl" and not allow_pickle:
             raise ValueError(
                 'trajectory_format="pkl" reads files that can run code chosen by their author: pass '
                 'allow_pickle=True for files that you trust; "pt" runs none'
             )
-        flags(auto_save=auto_save, enable_cache=enable_cache)
+        check_flags(auto_save=auto_save, enable_cache=enable_cache)
         if auto_save and not str(auto_save_path):
             raise ValueError("auto_save_path must name a folder if auto_save=True")
 
-        self.sample_window_size = whole_number("sample_window_size", sample_window_size, 0)
-        self._cache = TrajectoryCache(whole_number("cache_size", cache_size)) if enable_cache else None
+        self.sample_window_size = check_whole_number("sample_window_size", sample_window_size, 0)
+        self._cache = TrajectoryCache(check_whole_number("cache_size", cache_size)) if enable_cache else None
         self.trajectory_format = trajectory_format
-        self.seed = whole_number("seed", seed, -(2**63))
+        self.seed = check_whole_number("seed", seed, -(2**63))
         self._generator = torch.Generator().manual_seed(self.seed)
 
         # Without a maximum size, slots equal row numbers and never wrap around.
         size = _WITHOUT_END
         if max_size is not None:
-            size = whole_number("max_size", max_size)
+            size = check_whole_number("max_size", max_size)
 
         if sampler is None:
             sampler = SliceSampler(slice_len=1, traj_key=LANE, end_key=DONE)
@@ -249,7 +249,7 @@ class TrajectoryReplayBuffer:
         """
         with self._turn:
             self._check_open()
-            rows, records = rows_of(trajectories, self._counter)
+            rows, records = from_trajectories(trajectories, self._counter)
             if rows is None:
                 return
 
@@ -347,13 +347,15 @@ class TrajectoryReplayBuffer:
         Raises:
             RuntimeError: no trajectory is stored.
         """
-        whole_number("num_chunks", num_chunks)
+        check_whole_number("num_chunks", num_chunks)
         with self._turn:
             self._check_not_empty()
-            window = whole_number("sample_window_size", self.sample_window_size, 0) or len(self._records)
+            window = check_whole_number("sample_window_size", self.sample_window_size, 0) or len(
+                self._records
+            )
             low = self._records[max(0, len(self._records) - window)][0]
             rows = torch.randint(low, self.buffer.ring.written, (num_chunks,), generator=self._generator)
-            return fields_of(self.buffer[rows % self.buffer.ring.capacity])
+            return as_fields(self.buffer[rows % self.buffer.ring.capacity])
 
     def sample_slices(self, num_slices: int, slice_len: int, *, strict: bool = True) -> dict[str, Any]:
         """Draw slices of consecutive rows of one lane and one episode, from all trajectories.
@@ -377,21 +379,21 @@ class TrajectoryReplayBuffer:
                 raise RuntimeError(
                     "slices need an index of trajectories, which this sampler does not keep: use a SliceSampler"
                 )
-            flags(strict=strict)
+            check_flags(strict=strict)
             draw = index.draw(
-                whole_number("num_slices", num_slices),
-                whole_number("slice_len", slice_len),
+                check_whole_number("num_slices", num_slices),
+                check_whole_number("slice_len", slice_len),
                 strict=strict,
                 generator=self._generator,
             )
-            return fields_of(self.buffer[draw.slots])
+            return as_fields(self.buffer[draw.slots])
 
     def trajectory(self, trajectory_id: int) -> dict[str, Any]:
         """Return a whole trajectory, its fields ``[T, B, ...]``; KeyError if it is not stored.
 
         While it is in the cache, the same tensors are returned: clone what you want to change.
         """
-        whole_number("trajectory_id", trajectory_id, 0)
+        check_whole_number("trajectory_id", trajectory_id, 0)
         with self._turn:
             first, record = next((one for one in self._records if one[1].number == trajectory_id), (0, None))
 
@@ -436,7 +438,7 @@ class TrajectoryReplayBuffer:
 
     def is_ready(self, min_size: int) -> bool:
         """Whether there are at least ``min_size`` trajectories."""
-        return self.size >= whole_number("min_size", min_size, 0)
+        return self.size >= check_whole_number("min_size", min_size, 0)
 
     async def is_ready_async(self, min_size: int) -> bool:
         """As :meth:`is_ready`, to be awaited."""
@@ -482,10 +484,10 @@ class TrajectoryReplayBuffer:
             OSError: the disk is full or failed.
             RuntimeError: another rank failed to save; the previous checkpoint is intact.
         """
-        share([1] * whole_number("world_size", world_size), local_rank, world_size)  # checks the rank
+        share([1] * check_whole_number("world_size", world_size), local_rank, world_size)  # checks the rank
         if world_size > 1 and barrier is None:
             raise ValueError("several ranks need a barrier, such as torch.distributed.barrier")
-        path = file_path("save_path", save_path)
+        path = check_path("save_path", save_path)
 
         with self._turn:
             self._check_open()
@@ -534,7 +536,9 @@ class TrajectoryReplayBuffer:
             OSError: the disk is full or failed.
         """
         if is_distributed:
-            share([1] * whole_number("world_size", world_size), local_rank, world_size)  # checks the rank
+            share(
+                [1] * check_whole_number("world_size", world_size), local_rank, world_size
+            )  # checks the rank
 
         path = Path(load_path)
         with self._turn:

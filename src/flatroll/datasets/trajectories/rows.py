@@ -9,7 +9,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from flatroll.layout import run_starts
-from flatroll.layout.checks import iterable
+from flatroll.layout.checks import check_iterable
 from flatroll.layout.keys import NEXT, NestedKey, as_tuple
 
 _MARKS = "_trajectory"  # the root of the marks
@@ -66,7 +66,9 @@ class TrajectoryRecord(NamedTuple):
         }
 
 
-def rows_of(trajectories: Sequence[Any], number: int) -> tuple[TensorDict | None, list[TrajectoryRecord]]:
+def from_trajectories(
+    trajectories: Sequence[Any], number: int
+) -> tuple[TensorDict | None, list[TrajectoryRecord]]:
     """Lay trajectories out as rows, one lane after the other.
 
     Args:
@@ -86,7 +88,7 @@ def rows_of(trajectories: Sequence[Any], number: int) -> tuple[TensorDict | None
             f"trajectories must be a list of trajectories, got one {type(trajectories).__name__}: call "
             "add_trajectories([trajectory])"
         )
-    iterable("trajectories", trajectories, "a list of trajectories")
+    check_iterable("trajectories", trajectories, "a list of trajectories")
     parts: list[TensorDict] = []
     records: list[TrajectoryRecord] = []
 
@@ -104,7 +106,7 @@ def rows_of(trajectories: Sequence[Any], number: int) -> tuple[TensorDict | None
         return None, []
 
     for i, part in enumerate(parts):
-        if names := find_differing(form_of(parts[0]), form_of(part)):
+        if names := find_differing(find_form(parts[0]), find_form(part)):
             raise ValueError(
                 f"trajectory {i} differs from the first one in the entries {names}: all must have the same "
                 "entries, dtypes and shapes. Nothing was stored"
@@ -114,7 +116,7 @@ def rows_of(trajectories: Sequence[Any], number: int) -> tuple[TensorDict | None
     return joined, records
 
 
-def form_of(rows: TensorDictBase) -> RowForm:
+def find_form(rows: TensorDictBase) -> RowForm:
     """Return dtype and shape of the entries of a row, by key."""
     return {key: (value.dtype, value.shape[1:]) for key, value in rows.items(True, True)}
 
@@ -125,7 +127,7 @@ def find_differing(one: RowForm, other: RowForm) -> str:
     return ", ".join(sorted(str(key) for key in keys if one.get(key) != other.get(key)))
 
 
-def fields_of(rows: TensorDictBase) -> dict[str, Any]:
+def as_fields(rows: TensorDictBase) -> dict[str, Any]:
     """Return the fields of rows as nested dicts, without the marks."""
     fields: dict[str, Any] = rows.exclude(_MARKS).to_dict()
     return fields
@@ -146,7 +148,7 @@ def shift_numbers(rows: TensorDictBase, numbers: int) -> TensorDictBase:
     return rows.clone(recurse=False).set(LANE, rows.get(LANE) + numbers * _LANES)
 
 
-def records_of(lane: Tensor, place: Tensor, left: Tensor) -> tuple[int, list[TrajectoryRecord]]:
+def find_records(lane: Tensor, place: Tensor, left: Tensor) -> tuple[int, list[TrajectoryRecord]]:
     """Find the trajectories of stored rows by their marks.
 
     Returns:

@@ -20,14 +20,14 @@ from flatroll.datasets.trajectories.rows import (
     check_marks,
     check_numbers,
     find_differing,
-    form_of,
-    records_of,
-    rows_of,
+    find_form,
+    find_records,
+    from_trajectories,
     shift_numbers,
 )
 from flatroll.disk import DamagedFileError, Folder, Ragged, Version, column_key, column_name
 from flatroll.disk.folder import Listing
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import check_whole_number
 
 NOTES = "trajectories"  # the entry of the folder's notes with the state of the buffer
 RANKS = "ranks"  # the entry of the manifest with the versions of several ranks
@@ -156,7 +156,7 @@ class OwnFolder:
             marks.append(torch.cat([torch.zeros(0, dtype=torch.int64), *columns])[skip:])
 
         try:
-            return records_of(*marks)
+            return find_records(*marks)
         except ValueError as error:
             raise DamagedFileError(f"{self.folder.path}: {error}") from None
 
@@ -176,7 +176,7 @@ class OwnFolder:
                 raise ValueError(f"{self.folder.path} holds rows that are not in the form of trajectories")
             rows = TensorDict({column_key(name): values for name, values in columns.items()}, [end - low])
 
-            form = form_of(rows)
+            form = find_form(rows)
             if any(form.get(key) != (getattr(torch, dtype), torch.Size([])) for key, dtype in _MARKS.items()):
                 raise ValueError(f"{self.folder.path} holds no trajectories: its rows have no marks")
 
@@ -205,7 +205,7 @@ class RlinfSource(OwnFolder):
         for position, fields in enumerate(self._files.read(first, stop), first):
             record = self.records[position]
             try:
-                rows, records = rows_of([fields], record.number)
+                rows, records = from_trajectories([fields], record.number)
             except (TypeError, ValueError) as error:
                 raise DamagedFileError(f"{self._files.path}: trajectory {record.number}: {error}") from None
 
@@ -316,7 +316,7 @@ class SavedTrajectories:
         """Read the chosen trajectories; ValueError if damaged, or if rows differ in form (from ``form`` if given)."""
         others = "those of the buffer" if form else "its first ones"
         for rows, _ in self.read():
-            found = form_of(rows)
+            found = find_form(rows)
             form = form or found
             if names := find_differing(form, found):
                 raise ValueError(
@@ -370,7 +370,9 @@ def rank_versions(noted: object) -> list[Version] | None:
     if not isinstance(noted, dict) or RANKS not in noted:
         return None
     try:
-        versions = [Version(whole_number("version", number), str(line)) for number, line in noted[RANKS]]
+        versions = [
+            Version(check_whole_number("version", number), str(line)) for number, line in noted[RANKS]
+        ]
     except (TypeError, ValueError) as error:
         raise DamagedFileError(f"the versions of the ranks cannot be read ({error})") from None
     return versions
@@ -398,8 +400,8 @@ def share(rows: Sequence[int], rank: int, ranks: int) -> range:
     >>> [list(share([5, 1, 1, 1, 4], rank, 3)) for rank in range(3)]
     [[0], [1, 2, 3], [4]]
     """
-    whole_number("world_size", ranks)
-    whole_number("local_rank", rank, 0)
+    check_whole_number("world_size", ranks)
+    check_whole_number("local_rank", rank, 0)
     if rank >= ranks:
         raise ValueError(f"local_rank must be below world_size={ranks}, got {rank}")
 

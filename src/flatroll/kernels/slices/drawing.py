@@ -18,14 +18,14 @@ from flatroll.kernels.slices.links import (
     draw_chain,
     fragment_stop,
     row_in_slot_0,
+    row_slot,
     rows_in_slots,
-    slot_of,
     step_back,
 )
 
 
 @compiled()
-def _next_of(
+def _write_next(
     fragments: Records,
     capacity: Int,
     slot_0: Int,
@@ -43,12 +43,12 @@ def _next_of(
     """
     f = fragments[number & (len(fragments) - 1)]
     if next_row < stop:
-        follow[position] = slot_of(next_row, slot_0, capacity)
+        follow[position] = row_slot(next_row, slot_0, capacity)
         return patched
 
     # the last row of its fragment: the trajectory continues with the first row of the next fragment, if there is one
     later = fragments[(number + f.next) & (len(fragments) - 1)].first
-    follow[position] = slot_of(later, slot_0, capacity) if f.next else -1
+    follow[position] = row_slot(later, slot_0, capacity) if f.next else -1
     if f.pool < 0:
         return patched
 
@@ -125,7 +125,7 @@ def walk(
             take = min(stop - row, rows)
 
             # consecutive row numbers are in consecutive slots of the ring
-            slot = slot_of(row, slot_0, capacity)
+            slot = row_slot(row, slot_0, capacity)
             slots[first] = slot
 
             for i in range(first + 1, first + take):
@@ -149,7 +149,7 @@ def walk(
                     patched += 1
 
                 if rows == take:  # otherwise the next round sets it, without a cache miss
-                    patched = _next_of(
+                    patched = _write_next(
                         fragments, capacity, slot_0, k, row + take, stop, last, follow, patch, patched
                     )
 
@@ -294,7 +294,7 @@ def follow_rows(
 
     for i in range(len(slots)):
         stop = fragment_stop(state, fragments, numbers[i])
-        patched = _next_of(
+        patched = _write_next(
             fragments, capacity, slot_0, numbers[i], rows[i] + 1, stop, i, follow, patch, patched
         )
 
@@ -328,7 +328,7 @@ def ahead_rows(state: Records, capacity: Int, fragments: Records, slots: Array, 
                 row = fragments[number & mask].first
                 stop = fragment_stop(state, fragments, number)
 
-            ahead[i, j] = slot_of(row, slot_0, capacity)
+            ahead[i, j] = row_slot(row, slot_0, capacity)
             row += 1
 
 

@@ -29,12 +29,12 @@ def fragment_stop(state: Records, fragments: Records, number: Int) -> Int:
 
 @numba.njit(nogil=True)
 def row_in_slot_0(state: Records, capacity: Int) -> Int:
-    """Return the number of the row that slot 0 held when the oldest row was written, for :func:`slot_of`."""
+    """Return the number of the row that slot 0 held when the oldest row was written, for :func:`row_slot`."""
     return state[0].head - state[0].head % capacity
 
 
 @numba.njit(nogil=True)
-def slot_of(row: Int, slot_0: Int, capacity: Int) -> Int:
+def row_slot(row: Int, slot_0: Int, capacity: Int) -> Int:
     """Return the slot of a stored row, ``row % capacity``, without a division (see :func:`row_in_slot_0`)."""
     slot = row - slot_0
     # live rows are at most ``capacity`` rows behind the head, so subtracting the capacity once is enough

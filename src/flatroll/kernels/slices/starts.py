@@ -8,7 +8,7 @@ This module imports numba: import it inside the function that needs it.
 import numpy as np
 
 from flatroll.kernels.compiled import Array, Int, Records, compiled
-from flatroll.kernels.slices.links import draw_chain, fragment_holding, fragment_stop, row_in_slot_0, slot_of
+from flatroll.kernels.slices.links import draw_chain, fragment_holding, fragment_stop, row_in_slot_0, row_slot
 
 
 @compiled()
@@ -35,7 +35,7 @@ def _nearest_mark(
             stop = f.first - 1
 
         while row != stop:
-            if marks[slot_of(row, slot_0, capacity)]:
+            if marks[row_slot(row, slot_0, capacity)]:
                 return offset
             if offset == limit:
                 return -1
@@ -86,7 +86,7 @@ def _marked_start(
         at = _nearest_mark(state, capacity, fragments, last, marks, drawn, final)
     f = fragments[fragment_holding(state, fragments, last, at) & (len(fragments) - 1)]
 
-    return slot_of(f.first + at - f.offset, row_in_slot_0(state, capacity), capacity)
+    return row_slot(f.first + at - f.offset, row_in_slot_0(state, capacity), capacity)
 
 
 @compiled()
@@ -174,7 +174,7 @@ def slice_partition(
 
         at = chain.dropped + begin[f.chain]
         if again and not strict and low == chain.dropped and low < at:
-            partition[0, count] = slot_of(f.first + low - f.offset, slot_0, capacity)
+            partition[0, count] = row_slot(f.first + low - f.offset, slot_0, capacity)
             partition[1, count] = at - low
             count += 1
 
@@ -183,7 +183,7 @@ def slice_partition(
             at += (low - at + length - 1) // length * length
 
         while low <= at < high and not (strict and at + length > chain.total):
-            partition[0, count] = slot_of(f.first + at - f.offset, slot_0, capacity)
+            partition[0, count] = row_slot(f.first + at - f.offset, slot_0, capacity)
             partition[1, count] = min(length, chain.total - at)
             count += 1
             if not again:
@@ -212,7 +212,7 @@ def _slots_between(
         row = f.first + low - f.offset
         take = min(fragment_stop(state, fragments, number) - row, high - low + 1)
         for i in range(take):
-            slots[at + i] = slot_of(row + i, slot_0, capacity)
+            slots[at + i] = row_slot(row + i, slot_0, capacity)
         at += take
         low += take
         if low > high:

@@ -10,7 +10,7 @@ import numpy as np
 from flatroll.kernels.compiled import Array, Int, Records, compiled
 from flatroll.kernels.rows.gather import gather_next, scatter
 from flatroll.kernels.slices.drawing import follow_rows
-from flatroll.kernels.slices.links import slot_of
+from flatroll.kernels.slices.links import row_slot
 
 _ANY = 2**62  # entries of a pool whose size is not checked
 
@@ -92,7 +92,7 @@ def locate(
         number = windows[1, low - 1] + env * windows[2, low - 1] + step - windows[0, low - 1]
         if number < head:
             return -1
-        known = slot_of(number, slot_0, capacity)
+        known = row_slot(number, slot_0, capacity)
         slots[i] = known
 
     for j in range(count):

@@ -8,7 +8,7 @@ from itertools import groupby
 from tensordict import TensorDictBase
 from typing_extensions import override
 
-from flatroll.layout.checks import key_names, need_rows, whole_number
+from flatroll.layout.checks import check_key_names, check_rows, check_whole_number
 from flatroll.layout.inspect import rules
 from flatroll.layout.inspect.rules import WHOLE_BATCH, Severity
 from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey, observation_keys
@@ -117,10 +117,10 @@ def audit(batch: TensorDictBase, *, keys: Sequence[NestedKey] | None = None, lim
     >>> print(audit(TensorDict({"step_count": steps, "collector": {"traj_ids": ids}}, [3])))
     row 2 [step_count] step_count is not one more than in the row before
     """
-    need_rows(batch, values=True)
-    whole_number("limit", limit)
+    check_rows(batch, values=True)
+    check_whole_number("limit", limit)
 
-    named = None if keys is None else key_names("keys", keys)
+    named = None if keys is None else check_key_names("keys", keys)
     if batch.batch_dims != 1:
         text = (
             f"the batch must have batch size [N], got {list(batch.batch_size)}: join() concatenates the rows"

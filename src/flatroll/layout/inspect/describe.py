@@ -4,7 +4,7 @@ import torch
 from tensordict import TensorDictBase
 
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.checks import need_rows
+from flatroll.layout.checks import check_rows
 from flatroll.layout.inspect.text import Text, html_lines, html_table
 from flatroll.layout.keys import (
     DONE,
@@ -36,7 +36,7 @@ def describe(batch: TensorDictBase) -> str:
     next.done    [1]    bool             1      3
     observation  [4]    float32         16     48
     """
-    need_rows(batch, values=True)
+    check_rows(batch, values=True)
     n = batch.batch_size.numel()
 
     total = 0

@@ -4,7 +4,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from flatroll.layout.boundaries import run_ends, run_starts
-from flatroll.layout.checks import need_rows, whole_number
+from flatroll.layout.checks import check_rows, check_whole_number
 from flatroll.layout.inspect.text import Text
 from flatroll.layout.keys import (
     DELTA,
@@ -50,14 +50,14 @@ def explain(batch: TensorDictBase, i: int, *, final: TensorDictBase | None = Non
     The value after it is 0: nothing is bootstrapped.
     Its next observation is unknown: no column, no row and no final holds it.
     """
-    need_rows(batch, values=True)
+    check_rows(batch, values=True)
     if batch.batch_dims != 1:
         raise ValueError(
             f"batch must have batch size [N], got {list(batch.batch_size)}: join() concatenates the rows"
         )
 
     n = batch.shape[0]
-    i = whole_number("i", i, -(2**63))
+    i = check_whole_number("i", i, -(2**63))
     if not -n <= i < n:
         raise IndexError(f"i={i} is not a row: the batch has {n} rows, 0..{n - 1}")
 

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 
-def kinds_of(columns: Sequence[Tensor]) -> Tensor:
+def number_kinds(columns: Sequence[Tensor]) -> Tensor:
     """Number the rows of columns ``[N, ...]`` so that equal rows have equal numbers, int64 ``[N]``.
 
     Rows are compared bit for bit, so NaN equals NaN.
 
-    >>> kinds_of([torch.tensor([5.0, 6.0, 5.0, 5.0]), torch.tensor([[1], [1], [1], [0]])]).tolist()
+    >>> number_kinds([torch.tensor([5.0, 6.0, 5.0, 5.0]), torch.tensor([[1], [1], [1], [0]])]).tolist()
     [1, 2, 1, 0]
     """
     kinds = torch.zeros(len(columns[0]), dtype=torch.int64, device=columns[0].device)
@@ -33,7 +33,7 @@ def firsts_are_rare(kinds: Tensor, first: Tensor, inner: Tensor) -> bool:
     the answer is True only if no observation repeats.
 
     Args:
-        kinds: numbers that are equal for equal observations, such as those of `kinds_of`, int64 ``[N]``.
+        kinds: numbers that are equal for equal observations, such as those of `number_kinds`, int64 ``[N]``.
         first: the first rows of episodes, bool ``[N]``.
         inner: the other rows that count, bool ``[N]``.
 

@@ -13,7 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from flatroll.layout.boundaries import run_ends, starts_from
-from flatroll.layout.inspect.repeats import firsts_are_rare, kinds_of
+from flatroll.layout.inspect.repeats import firsts_are_rare, number_kinds
 from flatroll.layout.keys import (
     ACTION,
     DELTA,
@@ -438,7 +438,7 @@ def reset_as_next(rows: UnpaddedRows) -> Iterator[Breach]:
     first[1:] = ended
     if rows.is_init is not None:
         first |= rows.is_init
-    if firsts_are_rare(kinds_of([now for _, now, _ in pairs]), first, ~first):
+    if firsts_are_rare(number_kinds([now for _, now, _ in pairs]), first, ~first):
         text = "the next observation of this ended row is the first one of the next episode: a reset observation?"
         yield rows.breach("reset_as_next", fresh, text, severity="suspicious")
 
@@ -465,7 +465,7 @@ def jumps_to_reset(rows: UnpaddedRows) -> Iterator[Breach]:
         if not bool(moving.any()):
             continue
 
-        kinds = kinds_of([column])
+        kinds = number_kinds([column])
         start_like = inner & torch.isin(kinds[1:], kinds[rows.is_init])
         # large moves within a run to an observation that some first row has
         leaps = start_like & (move > 2 * move[moving].median())

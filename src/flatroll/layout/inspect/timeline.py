@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDictBase
 
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.checks import expect, need_keys, need_rows, whole_number
+from flatroll.layout.checks import check_keys, check_rows, check_type, check_whole_number
 from flatroll.layout.keys import (
     DONE,
     IS_INIT,
@@ -111,10 +111,10 @@ def plan_drawing(
     Raises:
         ValueError: ``max_runs`` is below 1, or there are no rows.
     """
-    whole_number("max_runs", max_runs)
+    check_whole_number("max_runs", max_runs)
     if title is not None:
-        expect("title", title, str, "a string or None")
-    need_rows(batch, values=True)
+        check_type("title", title, str, "a string or None")
+    check_rows(batch, values=True)
 
     runs, rows = find_runs(batch)
     if not len(runs.first):
@@ -287,7 +287,7 @@ def colour_values(
     """Return name and values of the colour column: floats for a colour bar, integers for a tint per trajectory."""
     if key is None:
         return "", None
-    need_keys(color_by=key)
+    check_keys(color_by=key)
     column = require(batch, key)
     if column.numel() != batch.batch_size.numel():
         raise ValueError(
