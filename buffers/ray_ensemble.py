@@ -37,7 +37,7 @@ class RayReplayBufferEnsemble(Facts):
         batch_size: rows per sample.
         prefetch: number of samples requested ahead. Default None: none.
         on_loss: what happens when the actor or node of a shard dies. ``"raise"``: `WorkerDied`. ``"drop"`` (default):
-            its rows are lost, a warning is logged, and the others go on; new rows of its trajectories go to the next
+            its rows are lost, a warning is logged, and the others continue; new rows of its trajectories go to the next
             shard. When the last one dies, `WorkerDied` is raised in both cases.
         generator: CPU random generator that chooses shards. Default None: torch's.
 

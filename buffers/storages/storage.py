@@ -528,6 +528,6 @@ class Storage(Facts, ABC):
 def other_capacity_error(rows: int, room: int) -> ValueError:
     """Return the error for a state with room for ``rows`` rows given to a storage with ``room``."""
     return ValueError(
-        f"the state has room for {rows} rows, this storage for {room}: make it with max_size={rows}; to go on with "
+        f"the state has room for {rows} rows, this storage for {room}: make it with max_size={rows}; to continue with "
         "another size, load it into such a buffer and extend this one with other.oldest_first()"
     )

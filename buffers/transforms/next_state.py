@@ -18,7 +18,7 @@ class NextStateReconstructor(Transform):
 
     ``next[i] = root[i + 1]`` if row i + 1 of the batch follows row i in its trajectory, else ``fill_value``. It
     does not follow at run ends (`flatroll.layout.run_ends`), at the ends of drawn slices, after rows drawn one by
-    one, and where the step count does not go on. Two slices of one trajectory side by side are kept apart.
+    one, and where the step count does not continue. Two slices of one trajectory side by side are kept apart.
 
     A storage with ``compact_obs=True`` gives the exact next observation at every row and needs none of this.
 

@@ -181,7 +181,7 @@ def test_flat_equals_reshaped_bit_for_bit(kind, dtype, shape):
 @pytest.mark.parametrize("options", [{}, {"num_layers": 3}, {"bias": False}], ids=str)
 @pytest.mark.parametrize("shape", [(1, 40), (3, 9), (15, 2), (2, 1)])
 def test_few_long_runs_of_a_gru_are_the_stock_call_with_its_gradients(shape, options):
-    """Their gradient is written out: bits of the outputs as of the stock call, gradients but for rounding."""
+    """Their gradient is written out: bits of the outputs as of the stock call, gradients except for rounding."""
     module = module_of(GRUModule, **options)
     batch = batch_of(module, ([1] + [0] * (shape[1] - 1)) * shape[0])
     wanted = leaves(module, batch)

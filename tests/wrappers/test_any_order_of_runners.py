@@ -210,7 +210,7 @@ def test_a_collector_warns_once_of_moves_and_what_is_no_move() -> None:
     first = next(collector)
     env.unwrapped.gravity = 9.7  # a parameter
     assert env.action_space.sample() in (0, 1) and env.metadata and env.spec
-    second = next(collector)  # no warning, which would be an error: the episode goes on
+    second = next(collector)  # no warning, which would be an error: the episode continues
     assert torch.equal(second["collector", "traj_ids"][0], first["collector", "traj_ids"][-1])
     handle = as_vector_env(env)
     handle.reset()

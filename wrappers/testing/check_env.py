@@ -441,7 +441,7 @@ def obey_masks(
 
 
 def _check_masks(space: spaces.Space[Any], record: Record) -> Iterator[str]:
-    """Check that legal-action masks have one number for each option, and allow one in rows that go on."""
+    """Check that legal-action masks have one number for each option, and allow one in rows whose episode continues."""
     counts = _option_counts(space)
     if not counts:
         return
@@ -470,7 +470,7 @@ def _check_masks(space: spaces.Space[Any], record: Record) -> Iterator[str]:
         hopeless = ~np.stack([part.any(1) for part in parts], 1).all(1) & ~ended
         if hopeless.any():
             row = int(np.flatnonzero(hopeless)[0])
-            yield f"{name} allows no option in row {row}, whose episode goes on (first seen {where})"
+            yield f"{name} allows no option in row {row}, whose episode continues (first seen {where})"
             return
 
 

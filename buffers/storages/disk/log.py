@@ -68,7 +68,7 @@ class RowLog:
     Args:
         folder: where the rows go; loaded, if there are any.
         rule: when rows are published.
-        capacity: how many rows are kept at most, but for the rest of a file.
+        capacity: how many rows are kept at most, except for the rest of a file.
 
     Attributes:
         end: number of the row to come.

@@ -194,7 +194,7 @@ def _fingerprint(fn: Any) -> str:
 
 
 def _describe(value: Any, within: tuple[int, ...]) -> Any:
-    """A value as text, numbers and tuples of them, alike in all processes; ``within`` has the ids of what holds it.
+    """A value as text, numbers and tuples of them, the same in all processes; ``within`` has the ids of what holds it.
 
     Of functions: code, defaults, what a closure holds, and the data and functions of the module that the code names. Of
     other objects: what pickle would keep. What it cannot keep (an open file, a lock) is unlike anything.
@@ -308,7 +308,7 @@ class RowsDataset(IterableDataset[TensorDictBase]):
             workers = info.num_workers
             seed = info.seed - info.id
 
-        # All workers of a pass must shuffle the files alike. The seed of a worker is a base seed plus its id.
+        # All workers of a pass must shuffle the files in the same order. A worker's seed is a base seed plus its id.
         generator = torch.Generator()
         generator.manual_seed((seed + self._passes) % 2**63)
         self._passes += 1

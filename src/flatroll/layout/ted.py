@@ -533,7 +533,7 @@ class TED2Nested(TED2Flat):
 
     The result has batch size ``[R]``. An entry whose next value is the root value of the next row has one value more
     than its run has rows. The nested tensors (jagged layout) share the memory of the flat form; with ``path`` that is
-    a folder of memory-mapped files, which `Nested2TED` and `Flat2TED` read alike. To save the result with
+    a folder of memory-mapped files, which both `Nested2TED` and `Flat2TED` read. To save the result with
     ``torch.save``, save its ``state_dict()``, which has the entries of the flat form, plain tensors: ``torch.load``
     reads it by default, and ``Nested2TED()(TensorDict(state, []))`` takes it.
 

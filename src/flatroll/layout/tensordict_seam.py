@@ -300,9 +300,9 @@ def _sample(sampler: ProbabilisticTensorDictModule, batch: TensorDictBase) -> Te
     if kind is InteractionType.RANDOM and _samples_once(sampler):
         parts = components(build_distribution(sampler, batch))
         action_keys: list[Any] = sampler.dist_sample_keys
-        alike = None in parts or list(parts) == action_keys
+        same_names = None in parts or list(parts) == action_keys
 
-        if alike and len(parts) == len(action_keys):
+        if same_names and len(parts) == len(action_keys):
             if not sampler.return_log_prob:
                 for key, part in zip(action_keys, parts.values(), strict=True):
                     sample = part.rsample() if part.has_rsample else part.sample()

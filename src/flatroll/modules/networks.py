@@ -101,7 +101,7 @@ class GRU(_OfOperators):
     """A GRU like :class:`torch.nn.GRU` that ``torch.compile`` compiles to one graph.
 
     The names and shapes of its weights are those of the stock network, so that state dicts load both ways, and its
-    results are the same but for rounding. It is differentiable once.
+    results are the same except for rounding. It is differentiable once.
 
     Args:
         input_size, hidden_size, num_layers, bias, dropout, device, dtype: as in the stock network.

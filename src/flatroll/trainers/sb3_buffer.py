@@ -350,7 +350,7 @@ class FlatReplayBuffer(ReplayBuffer):
                     self.pos = 0
 
     def _find_abandoned(self, step: Mapping[NestedKey, Any]) -> Array:
-        """Which envs do not go on from the last row written, bool ``[E]``."""
+        """Which envs do not continue from the last row written, bool ``[E]``."""
         left = self._none.copy()
         if len(self.writer):
             at = [self.writer.steps - 1] * self.n_envs

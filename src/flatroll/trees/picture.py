@@ -101,7 +101,7 @@ def _draw_lines(ax: "Axes", shown: Shown, links: list[tuple[int, int, bool]]) ->
         ax.add_collection(LineCollection(lines, linewidths=widths, linestyles=style, colors=LINE, zorder=1))
 
     sizes = 12 + 150 * share
-    for mask, mark, colour, name in ((~done, "o", NODE, "goes on"), (done, "s", DONE, "done")):
+    for mask, mark, colour, name in ((~done, "o", NODE, "continues"), (done, "s", DONE, "done")):
         if mask.any():
             ax.scatter(x[mask], y[mask], sizes[mask], c=colour, marker=mark, label=name, zorder=2)
 
@@ -127,7 +127,7 @@ def _draw_boxes(ax: "Axes", shown: Shown) -> None:
     low = shown.spans[:, 1] - 0.5
     high = shown.spans[:, 0] + 0.5
     shades = 0.15 + 0.6 * shown.counts / max(shown.counts.max(), 1.0)
-    for mask, colour, name in ((~shown.done, NODE, "goes on"), (shown.done, DONE, "done")):
+    for mask, colour, name in ((~shown.done, NODE, "continues"), (shown.done, DONE, "done")):
         if mask.any():
             faces = [(*to_rgb(colour), shade) for shade in shades[mask]]
             sizes = {"width": widths[mask], "height": (high - low)[mask], "left": left[mask]}

@@ -184,7 +184,7 @@ def test_the_seam_of_a_ring_is_no_run_end_and_its_ends_are_kept() -> None:
     """The newest row stands before the oldest: they are of two episodes, which the flat form lays at its two ends."""
     rows = rows_of([5, 3], torch.float32, done_last=True).exclude("collector")
     done = rows["next", "done"]
-    done[-1] = False  # the newest episode goes on
+    done[-1] = False  # the newest episode continues
     ring = torch.stack([rows[i - 3] for i in range(8)])  # slots 3... hold the oldest rows
     save = TED2Flat()
     save.shift, save.is_full = 3, True

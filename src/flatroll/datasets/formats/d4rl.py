@@ -153,7 +153,7 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
             ``is_init`` marks where episodes begin. Default True.
         direct_download: None or True, for compatibility; ``d4rl.qlearning_dataset`` is not called, since its result
             does not mark where episodes were cut.
-        terminate_on_end: leave out last rows whose next observation is unknown, but for terminal ones, as
+        terminate_on_end: leave out last rows whose next observation is unknown, except for terminal ones, as
             `d4rl.qlearning_dataset` does. Default False (None).
 
     Raises:

@@ -151,7 +151,7 @@ def episode_columns(
 
 
 def count_on(files: Iterable[Iterable[TensorDict]]) -> Iterator[TensorDict]:
-    """Yield the episodes of several files; the trajectory ids of each go on from those of the file before."""
+    """Yield the episodes of several files; the trajectory ids of each continue after those of the file before."""
     episodes = 0
     for file in files:
         first = episodes

@@ -29,7 +29,7 @@ _TABLES: dict[str, tuple[str, int, str | None]] = {
 def read_openml(features: Any, label: Any, *, one_hot: bool = False) -> TensorDict:
     """Return a table as a flat batch ``[N]`` of features ``"X"``, float64 ``[N, D]``, and labels ``"y"``, int64.
 
-    Features have mean 0 and variance 1, but for those of zeros and ones.
+    Features have mean 0 and variance 1, except for those of zeros and ones.
     Rows with missing values are left out. Categories are numbered in the order of their names, the label's, too.
 
     Args:

@@ -85,7 +85,7 @@ def audit(batch: TensorDictBase, *, keys: Sequence[NestedKey] | None = None, lim
     | ``step_count``          | up by one along a run, never negative |
     | ``next_step_count``     | one more than ``step_count`` (in n-step rows ``steps_to_next_obs`` more) |
     | ``is_init``             | True at step 0; elsewhere only if every run starts so (slices) |
-    | ``after_done``          | a trajectory does not go on after a done row without ``is_init`` |
+    | ``after_done``          | a trajectory does not continue after a done row without ``is_init`` |
     | ``silent_reset``        | a trajectory does not start again without done |
     | ``traj_id``             | never negative; one (id, step) is one transition, however often sampled |
     | ``traj_id``             | nothing after the step that terminated; no change in mid-trajectory |

@@ -135,9 +135,9 @@ class _Row:
         elif step == 0:
             what = "an episode begins here (step 0, though it is not marked is_init)"
         elif step is not None:
-            what = f"it goes on from step {step - 1}, which is not in this batch: its head was cut off"
+            what = f"it continues from step {step - 1}, which is not in this batch: its head was cut off"
         elif is_init is False:
-            what = "it goes on from rows that are not in this batch: its head was cut off"
+            what = "it continues from rows that are not in this batch: its head was cut off"
         else:
             what = "an episode or a window of one begins here"
         return [f"It starts the run: {what} ({self._why(i - 1)})."]
@@ -163,7 +163,7 @@ class _Row:
         """Explain why the run ends at this row, and whether its value is bootstrapped."""
         i = self.i
         if i != self.last:
-            return [f"It is inside the run: returns and advantages go on to row {i + 1}."]
+            return [f"It is inside the run: returns and advantages continue to row {i + 1}."]
 
         done, terminated, truncated = (self.flag(key, i) for key in (DONE, TERMINATED, TRUNCATED))
         bootstrapped = "The value after it is bootstrapped, the trace stops."

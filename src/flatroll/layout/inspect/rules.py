@@ -351,7 +351,7 @@ def trajectory_ids(rows: UnpaddedRows) -> Iterator[Breach]:
         over = torch.zeros_like(rows.ends).index_fill(0, after[late], True)
         yield rows.breach("traj_id", over, "this trajectory terminated at an earlier step")
 
-    yield rows.breach("traj_id", _id_changes(rows), "the id changes, but the trajectory goes on", shift=1)
+    yield rows.breach("traj_id", _id_changes(rows), "the id changes, but the trajectory continues", shift=1)
 
 
 def _id_changes(rows: UnpaddedRows) -> Tensor:
@@ -379,7 +379,7 @@ def next_observations(rows: UnpaddedRows) -> Iterator[Breach]:
     for key, now, later in rows.pairs():
         # within a run, the next observation of row i differs from the observation of row i + 1
         differs = ~rows.ends[:-1] & ~same(later[:-1], now[1:])
-        text = f"{next_key(key)!r} is not {key!r} of the row after, though the run goes on"
+        text = f"{next_key(key)!r} is not {key!r} of the row after, though the run continues"
         yield rows.breach("next_observation", differs, text)
 
 
