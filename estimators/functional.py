@@ -561,7 +561,6 @@ def vtrace_advantage_estimate(
     same = not isinstance(c_thresh, Tensor) and not isinstance(rho_thresh, Tensor) and c_thresh == rho_thresh
 
     # If both thresholds are equal, one weight serves for both. Autograd needs the unclipped ratio.
-
     rows = series.time + 1
     rho = _clip_ratio("rho_thresh", ratio, rho_thresh, rows, in_place=same and not ratio.requires_grad)
     c = rho if same else _clip_ratio("c_thresh", ratio, c_thresh, rows)

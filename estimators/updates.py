@@ -318,7 +318,6 @@ class _Graph:
         hooked = step.optimizer._optimizer_step_pre_hooks or step.optimizer._optimizer_step_post_hooks
         self.applies = type(step.optimizer) in (Adam, AdamW) and not hooked
         # torch limits recompilations to 8 per code object, so each step gets its own
-
         code = _Graph._traced.__code__.replace()
         names = _Graph._traced.__globals__
         own = MethodType(FunctionType(code, names), self)

@@ -243,8 +243,8 @@ def _check_alike(parts: list[TensorDict], part: TensorDict) -> None:
     if not parts:
         return
 
-    first = _form_of(parts[0])
-    other = _form_of(part)
+    first = _row_form(parts[0])
+    other = _row_form(part)
     if differing := [key for key in {**first, **other} if first.get(key) != other.get(key)]:
         key = differing[0]
         rows = sum(map(len, parts))
@@ -254,7 +254,7 @@ def _check_alike(parts: list[TensorDict], part: TensorDict) -> None:
         )
 
 
-def _form_of(rows: TensorDict) -> dict[Any, Any]:
+def _row_form(rows: TensorDict) -> dict[Any, Any]:
     """Return the dtype and shape of a row by key; of what is not a tensor, its type."""
     form: dict[Any, Any] = {}
     for key in rows.keys(True, True, is_leaf=is_entry):

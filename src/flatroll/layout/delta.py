@@ -125,7 +125,6 @@ def check_delta(delta: Tensor, obs: Tensor, next_obs: Tensor, key: NestedKey) ->
     if not delta.is_floating_point() or bool(delta.isfinite().all()):
         return
     # infinite although both sides are finite: the dtype of the delta is too narrow
-
     overflown = delta.isinf() & obs.isfinite() & next_obs.isfinite()
     if bool(overflown.any()):
         largest = (next_obs[overflown].double() - obs[overflown].double()).abs().max().item()

@@ -103,7 +103,6 @@ def expand_compact(column: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     """
     places = root_places(ends)
     # In unwritten memory the last row may have no entry after it; readers leave that row out.
-
     behind = (places + 1).clamp(max=len(column) - 1)
     whole = signed(column)
     return whole[places].view(column.dtype), whole[behind].view(column.dtype)
