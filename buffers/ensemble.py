@@ -68,7 +68,7 @@ def pick(parts: Sequence[Part], index: int | Several, name: str) -> Part | list[
 
     numbers: Any = index.tolist() if isinstance(index, Tensor | np.ndarray) else index
     several = isinstance(numbers, list | range)
-    chosen: list[int] = numbers if several else [numbers]
+    chosen: Sequence[int] = numbers if several else [numbers]
     for number in chosen:
         if type(number) is not int:
             raise TypeError(

@@ -196,9 +196,10 @@ class TensorDictMaxValueWriter(Writer):
     def check(self, batch: object) -> None:
         """Raise TypeError unless ``batch`` is a tensordict or a list of them, KeyError if it has no rank."""
         check_tensordicts(batch, type(self).__name__, "their rank_key is what is compared")
+        items: Any = batch
         if not isinstance(batch, list):
-            batch = [batch]
-        for item in batch:
+            items = [batch]
+        for item in items:
             require(item, self.rank_key)
 
     def check_change(self, data: object) -> None:

@@ -127,8 +127,8 @@ class Episodes:
         own = self.ids[:, None] + starts.cumsum(1) * self.num_envs
         if TRAJ_IDS not in self._given:
             ids[:] = own
-        ended = done[:, -1].copy()
-        self.fresh, self.ids = ended, own[:, -1]  # together: an interrupt must not come between
+        # Together: an interrupt must not come between.
+        self.fresh, self.ids = done[:, -1].copy(), own[:, -1]
 
     def keep(self, staged: Staged, last: int) -> None:
         """Save the waiting rows ``last`` before the arrays are overwritten."""

@@ -245,8 +245,7 @@ class StepCopies:
             entries = cast(dict[NestedKey, TensorColumn], pooled.entries)
         pool: Array = np.array([entries[key].data.data_ptr() for key in self._roots], np.int64)
 
-        index = ring.tables if isinstance(ring, TrajectoryIndex) else _NO_INDEX
-        state, _, fragments, _ = index
+        state, _, fragments, _ = ring.tables if isinstance(ring, TrajectoryIndex) else _NO_INDEX
         of = state, fragments, self._columns, pool, self._at, target
         if not read_steps(asked, num_envs, *where, *of):
             return None

@@ -228,8 +228,8 @@ class StepWriter:
         self._episodes.keep(self._staged, count - 1)
         self._marked = 0
         # The window after a flush is shorter, because windows end at multiples of L, where they fit the ring.
-        limit = self.window - self.steps % self.window
-        self._filled, self._limit = 0, limit  # together: an interrupt must not come between
+        # Both together: an interrupt must not come between.
+        self._filled, self._limit = 0, self.window - self.steps % self.window
 
         if len(slots) != rows:
             self._positions = StepPositions(self.num_envs)

@@ -90,6 +90,7 @@ class Channel:
             raise ValueError(
                 f"a message carries at most {_MOST_DESCRIPTORS} descriptors, got {len(descriptors)}"
             )
+
         _HEADER.pack_into(message, 0, len(message) - _HEADER.size, len(descriptors))
         self._write(message, descriptors)
 
@@ -98,20 +99,17 @@ class Channel:
         while data:
             if self._socket.fileno() < 0:
                 raise Closed("this channel is closed")
-
             try:
-                sent = (
-                    socket.send_fds(self._socket, [data], descriptors)
-                    if descriptors  # otherwise plain bytes, at half the cost
-                    else self._socket.send(data)
-                )
+                if descriptors:
+                    sent = socket.send_fds(self._socket, [data], descriptors)
+                else:  # plain bytes, at half the cost
+                    sent = self._socket.send(data)
             except BlockingIOError:
                 poll = select.poll()
-                if self._ended:
-                    reads = 0
-                else:
-                    reads = select.POLLIN
-                poll.register(self._socket, select.POLLOUT | reads)
+                events = select.POLLOUT
+                if not self._ended:
+                    events |= select.POLLIN
+                poll.register(self._socket, events)
                 if any(event & select.POLLIN for _, event in poll.poll()):
                     self.feed()
             except (BrokenPipeError, ConnectionResetError):
@@ -135,7 +133,6 @@ class Channel:
         while (message := self.pop(*kinds)) is None:
             if self._ended:
                 raise Closed("the other end of the channel is closed")
-
             left = None if deadline is None else deadline - monotonic()
             if not self.wait(left):
                 raise TimeoutError(f"no message of kind {kinds} came within {timeout} s")
@@ -157,21 +154,15 @@ class Channel:
         """Wait at most ``timeout`` seconds for data or the end of the channel."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
-        if timeout is None:
-            milliseconds = None
-        else:
-            milliseconds = max(0, timeout) * 1000
-        return bool(poll.poll(milliseconds))
+        if timeout is not None:
+            timeout = max(0, timeout) * 1000  # in milliseconds
+        return bool(poll.poll(timeout))
 
     def feed(self, once: bool = False) -> None:
         """Read available data without waiting; with ``once`` by one system call, which may leave some for later."""
+        size = _FEW if once else _CHUNK
         while not self._ended:
             try:
-                if once:
-                    size = _FEW
-                else:
-                    size = _CHUNK
-
                 data, descriptors, flags, _ = socket.recv_fds(
                     self._socket, size, _MOST_DESCRIPTORS, _CLOSE_ON_EXEC
                 )
@@ -187,6 +178,7 @@ class Channel:
             self._descriptors.extend(descriptors)
             if flags & socket.MSG_CTRUNC:
                 raise OSError("a descriptor was lost: this process has too many open files (see ulimit -n)")
+
             if not data:
                 self._ended = True
                 return
@@ -206,8 +198,8 @@ class Channel:
 
             data = self._bytes[_HEADER.size : end]
             del self._bytes[:end]
-            descriptors = [self._descriptors.popleft() for _ in range(count)]
 
+            descriptors = [self._descriptors.popleft() for _ in range(count)]
             if count:
                 message = _Unpickler(io.BytesIO(data), descriptors).load()
             else:
@@ -323,7 +315,6 @@ class Listener:
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 return descriptor
             os.close(descriptor)
-
         return None
 
     def fileno(self) -> int:
@@ -377,14 +368,11 @@ class MessagePickler(cloudpickle.Pickler):
         if type(obj) not in (Memory, Channel, Listener):
             return None
 
-        places = [place for place, known in enumerate(self.passed) if known is obj]
-        if not places:
-            self.passed.append(obj)
-        if places:
-            place = places[0]
-        else:
-            place = len(self.passed) - 1
-        return type(obj).__name__, place
+        for place, known in enumerate(self.passed):
+            if known is obj:
+                return type(obj).__name__, place
+        self.passed.append(obj)
+        return type(obj).__name__, len(self.passed) - 1
 
 
 _OPENED: dict[str, Callable[[int], Memory | Channel | Listener]] = {
