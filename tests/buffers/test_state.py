@@ -88,6 +88,7 @@ STORAGES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("prefetch", [None, 2])
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("sampler", SAMPLERS)

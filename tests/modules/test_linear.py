@@ -49,6 +49,7 @@ def weighted_sum(*values):
     return sum((value * torch.arange(value.numel()).view_as(value).cos()).sum() for value in values)
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("starts", [[0] * 7, [1] * 7, [0, 0, 1, 1, 0, 0, 1]], ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("layers", [1, 2, 3])

@@ -61,7 +61,7 @@ def covering(choices: Sequence[dict[str, int]], strength: int) -> list[bool]:
     """Which of these combinations to keep, so that any values of ``strength`` parameters that meet in one still do.
 
     Args:
-        choices: the combinations, each with the number of its value for each parameter.
+        choices: the combinations, each with a number of its value for each parameter.
         strength: 1 keeps each value once, 2 each pair of values.
     """
     wanted = [
@@ -95,10 +95,8 @@ def quick(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item
             grids.setdefault((item.nodeid.partition("[")[0], *cover.args), []).append(item)
 
     for (_, strength), grid in grids.items():
-        # The same value of a parameter is the same object in each combination.
-        kept = covering(
-            [{name: id(value) for name, value in item.callspec.params.items()} for item in grid], strength
-        )
+        choices = [{name: id(value) for name, value in item.callspec.params.items()} for item in grid]
+        kept = covering(choices, strength)
         others.update(item for item, stays in zip(grid, kept, strict=True) if not stays)
 
     return [item for item in items if item not in others], [item for item in items if item in others]
