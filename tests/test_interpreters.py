@@ -89,6 +89,7 @@ def test_ctrl_c_and_a_kill_reach_it() -> None:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         ) as process:
+            assert os.getpgid(process.pid) == process.pid  # at once
             assert process.stdout is not None
             process.stdout.readline()
             os.killpg(process.pid, number)
@@ -132,3 +133,14 @@ def test_other_options_start_a_new_interpreter(options: list[str]) -> None:
     words = [program if word == "pass" else word for word in options]
     done = run([sys.executable, *words], stdin=subprocess.DEVNULL)
     assert done.returncode == 0 and "True" not in done.stdout
+
+
+def test_a_signal_sent_at_once_is_its_own() -> None:
+    for _ in range(5):
+        with Interpreter(
+            [sys.executable, "-c", "import time; time.sleep(1000)"],
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        ) as process:
+            os.killpg(os.getpgid(process.pid), signal.SIGINT)
+        assert process.returncode == -signal.SIGINT

@@ -1,6 +1,6 @@
 """Interpreters that start in milliseconds: forked from one that has torch loaded, where a new one imports for seconds.
 
-    done = run([sys.executable, "-c", program], timeout=600)
+    done = run([sys.executable, "-c", program], timeout=100)
 
 `Interpreter` is a `subprocess.Popen`, and `run` does what `subprocess.run` does: a program finds its own arguments,
 environment, folder, descriptors, session and ``__main__``, and ends as an interpreter ends. Two servers wait for
@@ -133,11 +133,12 @@ class Server:
             try:
                 socket.send_fds(self._socket, [b"."], descriptors)
                 self._connection.send(request)
-                pid: int = self._connection.recv()
-                self._connection.recv()  # what forked it has ended: it is an orphan, and ours
+                # The new process has a session of its own, if it is to have one; and what forked it has ended, so that
+                # it is an orphan, and ours. Whichever comes first: one is its number, the other one 0.
+                numbers: list[int] = [self._connection.recv() for _ in range(2)]
             finally:
                 set_subreaper(False)
-        return pid
+        return max(numbers)
 
     def close(self) -> None:
         """End it; forked copies of this process may hold its socket."""
@@ -283,7 +284,7 @@ def spawn_forked(path: bytes, arguments: Sequence[Any], descriptors: Sequence[in
     words = [os.fsdecode(word) for word in arguments]
     program = Program.of(words) if "--multiprocessing-fork" in words else None
     if program is None or sys.platform != "linux":
-        return int(util.spawnv_passfds(path, arguments, descriptors))  # type: ignore[attr-defined]
+        return int(util.spawnv_passfds(path, arguments, descriptors))
     numbers = {number: number for number in (0, 1, 2, *descriptors)}
     return fork_interpreter(program, dict(os.environ), os.getcwd(), numbers, new_session=False)
 
@@ -319,13 +320,15 @@ def serve(channel: int, modules: list[str]) -> Request:
             # Forked twice: where the first process ends, the second one becomes a child of the tests' process.
             between = os.fork()
             if between == 0:
-                child = os.fork()
-                if child == 0:
+                if os.fork() == 0:
+                    if request.new_session:
+                        os.setsid()
+                    signal.signal(signal.SIGINT, signal.default_int_handler)
+                    connection.send(os.getpid())
                     break
-                connection.send(child)
                 os._exit(0)
             os.waitpid(between, 0)
-            connection.send("it is yours")
+            connection.send(0)
             for descriptor in descriptors:
                 os.close(descriptor)
 
@@ -337,9 +340,6 @@ def become(request: Request, descriptors: list[int]) -> None:
     """Take over what the request says, as a new interpreter would."""
     while os.getppid() != request.parent:
         time.sleep(0.0005)
-    if request.new_session:
-        os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, HIGH_DESCRIPTOR) for descriptor in descriptors]
     for descriptor in descriptors:
