@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flatroll.buffers.index.ring import Array
 from flatroll.disk.state_tree import damaged
-from flatroll.layout.keys import DONE, IS_INIT, MASK, STEP_COUNT, TRAJ_IDS, NestedKey, missing_marker_error
+from flatroll.layout.keys import DONE, IS_INIT, MASK, STEP_COUNT, TRAJ_IDS, NestedKey, missing_marker
 
 NONE: Array = np.zeros(0, np.int64)
 #: Addresses of columns of observations and of next observations, and bytes per row; int64 ``[K]`` each.
@@ -138,7 +138,7 @@ class Fragments(NamedTuple):
                 present = batch.keys(True, True)
             else:
                 present = batch.keys()
-            error = missing_marker_error(keys.is_init, present)
+            error = missing_marker(keys.is_init, present)
             raise KeyError(
                 f"{error.args[0]}. Any one of {keys.is_init!r}, {keys.done!r}, {keys.traj!r} is enough"
             )

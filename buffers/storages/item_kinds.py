@@ -20,7 +20,7 @@ from flatroll.buffers.columns.column import Columns
 from flatroll.disk.state_tree import damaged
 from flatroll.kernels.rows.spans import Spans
 from flatroll.layout import tensordict_seam
-from flatroll.layout.keys import NestedKey, missing_marker_error, plain_key
+from flatroll.layout.keys import NestedKey, missing_marker, plain_key
 
 VALUE: NestedKey = "_value"  # the single column of tensor data
 
@@ -392,7 +392,7 @@ def entry(batch: object, names: tuple[Any, ...]) -> Any:
     if isinstance(batch, TensorDictBase):
         found = batch.get(names, None)
         if found is None:
-            raise missing_marker_error(names, batch.keys(True, True))
+            raise missing_marker(names, batch.keys(True, True))
         return found
 
     for name in names:

@@ -29,7 +29,7 @@ from flatroll.layout.keys import (
     TERMINATED,
     TRUNCATED,
     NestedKey,
-    missing_marker_error,
+    missing_marker,
     next_key,
     under_next,
 )
@@ -275,7 +275,7 @@ class HindsightTransform(Transform):
 
         for key in (goal, achieved, self.reward_key, *self.info_keys):
             if key not in columns:
-                error = missing_marker_error(key, columns)
+                error = missing_marker(key, columns)
                 if key == achieved:
                     error.args = (
                         f"{error.args[0]}. Hindsight goals are next observations: store batches with them, or compact "
@@ -321,7 +321,7 @@ class HindsightTransform(Transform):
 
         for key in (TERMINATED, DONE):
             if key not in columns:
-                raise missing_marker_error(key, columns)
+                raise missing_marker(key, columns)
         terminated = columns[TERMINATED]
         done = columns[DONE]
         # Without a truncated flag, a row that is done but not terminated was truncated.

@@ -24,7 +24,7 @@ from flatroll.layout.keys import (
     TRAJ_IDS,
     NestedKey,
     as_tuple,
-    missing_marker_error,
+    missing_marker,
     next_key,
     observation_keys,
     plain_key,
@@ -147,7 +147,7 @@ class NStep(Transform):
         """Steps ``[N, 1]``, position ``[N]`` of the last row of each window, and the discounted sums of rewards."""
         for key in self.reward_keys:
             if key not in columns:
-                raise missing_marker_error(key, columns)
+                raise missing_marker(key, columns)
 
         rows, n = ahead.shape
         device = columns[self.reward_keys[0]].device

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from flatroll.buffers.columns.column import Columns
 from flatroll.buffers.index.ring import Array
 from flatroll.layout.checks import check_key_names
-from flatroll.layout.keys import NestedKey, missing_marker_error, plain_key, without_next
+from flatroll.layout.keys import NestedKey, missing_marker, plain_key, without_next
 
 
 @runtime_checkable
@@ -174,7 +174,7 @@ class Transform(nn.Module):
         """The entry ``key`` of ``td``: a tensor, a nested tensordict or what is not a tensor; KeyError if missing."""
         value = check_batch(self, td).get(key, None)
         if value is None:
-            raise KeyError(f"{type(self).__name__}: {missing_marker_error(key, td.keys(True, True)).args[0]}")
+            raise KeyError(f"{type(self).__name__}: {missing_marker(key, td.keys(True, True)).args[0]}")
         return value
 
     def _write(self, td: TensorDictBase, keys: Sequence[NestedKey], values: Sequence[Any]) -> None:

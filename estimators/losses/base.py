@@ -38,7 +38,7 @@ from flatroll.layout.keys import (
     as_tuple,
     flat_column,
     marker,
-    missing_marker_error,
+    missing_marker,
     renamed,
     under_next,
 )
@@ -380,7 +380,7 @@ class LossModule(TensorDictModuleBase):
         self, inputs: LossInputs, key: NestedKey, default: NestedKey | None = None, hint: str = ""
     ) -> KeyError:
         """Return the error for a missing entry: the loss, the entry, what writes it, and which entries there are."""
-        text = missing_marker_error(key, inputs.batch.keys(True, True), default).args[0]
+        text = missing_marker(key, inputs.batch.keys(True, True), default).args[0]
         return KeyError(f"{type(self).__name__}: {text}{hint}")
 
     def column(self, inputs: LossInputs, name: str) -> Tensor:

@@ -12,7 +12,7 @@ from flatroll.layout import (
     as_tuple,
     flat_column,
     marker,
-    missing_marker_error,
+    missing_marker,
     next_key,
     observation_keys,
     require,
@@ -46,7 +46,7 @@ def test_a_missing_marker_names_its_writer(key, writer):
     assert writer in error.value.args[0]
     assert f"batch has no entry {key!r}" in error.value.args[0]
     assert "Entries present: 'reward'" in error.value.args[0]
-    assert "none" in missing_marker_error(key, []).args[0]
+    assert "none" in missing_marker(key, []).args[0]
     assert "did you mean" not in error.value.args[0]
     with pytest.raises(KeyError) as error:
         require(batch, "renamed", default=key)

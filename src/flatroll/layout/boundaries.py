@@ -13,7 +13,7 @@ from flatroll.layout.keys import (
     NestedKey,
     flat_column,
     marker,
-    missing_marker_error,
+    missing_marker,
 )
 from flatroll.layout.tensordict_seam import get_entry
 
@@ -83,7 +83,7 @@ def run_ends(
 
     any_marker = next((column for column in (ids, is_init, done) if column is not None), None)
     if any_marker is None:
-        error = missing_marker_error(is_init_key, batch.keys(True, True))
+        error = missing_marker(is_init_key, batch.keys(True, True))
         raise KeyError(f"{error.args[0]}. Any one of {is_init_key!r}, {done_key!r}, {traj_key!r} is enough")
 
     if done is None:

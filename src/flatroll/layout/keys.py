@@ -202,12 +202,12 @@ def renamed(keys: Mapping[str, NestedKey], changes: Mapping[str, NestedKey | Non
     return new
 
 
-def missing_marker_error(
+def missing_marker(
     key: NestedKey, available: Iterable[NestedKey], default: NestedKey | None = None
 ) -> KeyError:
     """Return the error for a missing column, with what writes it and which columns exist.
 
-    The error is returned, not raised: write ``raise missing_marker_error(key, batch.keys(True, True))``. A *marker* is
+    The error is returned, not raised: write ``raise missing_marker(key, batch.keys(True, True))``. A *marker* is
     a column that marks where trajectories begin or end, such as ``is_init``; the error works for any column.
 
     Args:
@@ -215,7 +215,7 @@ def missing_marker_error(
         available: the columns that are there.
         default: the column's default name, which determines its writer. Default: ``key``.
 
-    >>> print(missing_marker_error("is_init", ["action", "observation"]).args[0])  # doctest: +ELLIPSIS
+    >>> print(missing_marker("is_init", ["action", "observation"]).args[0])  # doctest: +ELLIPSIS
     batch has no entry 'is_init': wrap the env in ... Entries present: 'action', 'observation'
     """
     available = list(available)
@@ -239,7 +239,7 @@ def require(batch: TensorDictBase, key: NestedKey, default: NestedKey | None = N
         default: its default name, for the error. Default: ``key``.
 
     Raises:
-        KeyError: the column is missing, see :func:`missing_marker_error`.
+        KeyError: the column is missing, see :func:`missing_marker`.
         TypeError: ``batch`` is not a tensordict, or ``key`` is not a key.
     """
     try:
@@ -251,7 +251,7 @@ def require(batch: TensorDictBase, key: NestedKey, default: NestedKey | None = N
 
     if column is None:
         check_rows(batch)
-        raise missing_marker_error(key, batch.keys(True, True), default)
+        raise missing_marker(key, batch.keys(True, True), default)
     return column
 
 

@@ -19,7 +19,7 @@ from flatroll.layout.keys import (
     NestedKey,
     as_tuple,
     marker,
-    missing_marker_error,
+    missing_marker,
     under_next,
 )
 
@@ -87,7 +87,7 @@ def split_trajectories(
 
     for asked, key in ((trajectory_key, traj_key), (done_key, done)):
         if asked is not None and batch.get(key, None) is None:
-            raise missing_marker_error(key, batch.keys(True, True))
+            raise missing_marker(key, batch.keys(True, True))
 
     starts = run_starts(batch, done_key=done, traj_key=traj_key, mask_key=mask_key).reshape(-1)
     flat = batch.reshape(starts.numel())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flatroll.kernels.rows.words import hash_words, pack_rows
 from flatroll.layout.checks import check_flags, check_function, check_key_names, check_keys
-from flatroll.layout.keys import NestedKey, missing_marker_error
+from flatroll.layout.keys import NestedKey, missing_marker
 from flatroll.layout.tensordict_seam import get_entry, set_entry
 from flatroll.trees.rows import RowNumbers
 
@@ -162,7 +162,7 @@ class QueryModule(TensorDictModuleBase):
         columns = [get_entry(tensordict, key) for key in self._read]
         for key, column in zip(self._read, columns, strict=True):
             if column is None:
-                raise missing_marker_error(key, tensordict.keys(True, True))
+                raise missing_marker(key, tensordict.keys(True, True))
 
         if tensordict.batch_dims != 1:
             columns = [column.reshape(rows, *column.shape[tensordict.batch_dims :]) for column in columns]
