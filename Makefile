@@ -1,6 +1,7 @@
 # Every target does its own set-up: on a fresh machine Python 3.11 or newer and make are enough.
 #   make demo     train the recurrent demo policy       (ARGS="--frames 200000 --seed 3")
 #   make test     run the tests and doctests            (ARGS="-k sampler -x")
+#   make long     the same in the long form: more examples, whole grids, all programs
 #   make trainers  run the tests of Tianshou and rl_games, each in an environment of its own
 #   make ray      run the tests that need a cluster of Ray
 #   make versions  run the tests with the pinned, the newest and the oldest versions allowed (NAMES=oldest picks some)
@@ -20,8 +21,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
 WORKERS ?= 2
+# One thread in each process, and what was compiled is kept: both workers and every process of a test would compile
+# the same files again, if the second variable came with a value.
+TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
-.PHONY: demo test trainers ray versions interop simulators simulators-slow gpu lint lint-style lint-mypy lint-pyright bench format constraints clean setup
+.PHONY: demo test long trainers ray versions interop simulators simulators-slow gpu lint lint-style lint-mypy lint-pyright bench format constraints clean setup
 
 demo: $(VENV)/.user
 	$(BIN)/python -m flatroll demo $(ARGS)
@@ -29,7 +33,13 @@ demo: $(VENV)/.user
 # The workers fill the cores: more torch threads in each would only wait for one another. Each starts with one half
 # of the tests in order, so a fixture of a module is mostly made once.
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(TEST) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+# The quick form, which `make test` runs, has every kind of check; the long form has more of each: random examples
+# that differ in each run, every combination of parameters, all programs killed and resumed, README's whole training.
+# A test may take longer before it counts as one that hangs.
+long: $(VENV)/.dev
+	$(TEST) $(BIN)/python -m pytest --long -n $(WORKERS) --dist worksteal -o faulthandler_timeout=1200 $(ARGS)
 
 # Trainers whose pins clash with those in .venv. rl_games warns while it is imported (through torch.compile).
 TRAINERS := .venv-trainers

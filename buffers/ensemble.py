@@ -33,7 +33,7 @@ from flatroll.disk import DamagedFileError, Folder, LoadedVersion, Version
 from flatroll.disk.checkpoint import Apply, Others, SaveOptions, read_tree
 from flatroll.disk.manifest import read_manifest
 from flatroll.disk.state_tree import Packer, damaged
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import check_whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import NestedKey, require
 from flatroll.layout.tensordict_seam import nest
@@ -68,12 +68,8 @@ def pick(parts: Sequence[Part], index: int | Several, name: str) -> Part | list[
 
     numbers: Any = index.tolist() if isinstance(index, Tensor | np.ndarray) else index
     several = isinstance(numbers, list | range)
-    if several:
-        listed = numbers
-    else:
-        listed = [numbers]
-
-    for number in listed:
+    chosen: Sequence[int] = numbers if several else [numbers]
+    for number in chosen:
         if type(number) is not int:
             raise TypeError(
                 f"{name} is indexed by member, rb[0], and a member by row, rb[0][:]; several members are rb[:2] or "
@@ -82,7 +78,9 @@ def pick(parts: Sequence[Part], index: int | Several, name: str) -> Part | list[
         if not -len(parts) <= number < len(parts):
             raise IndexError(f"{name} has {len(parts)} members, got index {number}")
 
-    return [parts[number] for number in numbers] if several else parts[numbers]
+    if several:
+        return [parts[number] for number in chosen]
+    return parts[chosen[0]]
 
 
 class _Parts(Sequence[Part]):
@@ -126,6 +124,7 @@ class StorageEnsemble(_Parts[Storage]):
         super().__init__(*storages)
         if transforms is not None and len(transforms) != len(storages):
             raise ValueError(f"transforms must have one entry per storage, got {len(transforms)}")
+
         self.transforms = list(transforms or [None] * len(storages))
         self.checkpointer: Any = None  # a StorageEnsembleCheckpointer; each member has its own checkpointer
 
@@ -185,10 +184,8 @@ class SamplerEnsemble(_Parts[Sampler]):
     @num_buffer_sampled.setter
     def num_buffer_sampled(self, value: int | None) -> None:
         if value is None:
-            wanted = len(self)
-        else:
-            wanted = value
-        count = whole_number("num_buffer_sampled", wanted)
+            value = len(self)
+        count = check_whole_number("num_buffer_sampled", value)
         self._check_choice(count != len(self))
         self._num_buffer_sampled = count
 
@@ -211,13 +208,14 @@ class SamplerEnsemble(_Parts[Sampler]):
             self._p: Tensor | Literal["sampleable"] | None = value
             return
 
-        given = value if isinstance(value, Tensor) else list(value)
-        shares = torch.as_tensor(given, dtype=torch.float64)
-        fits = shares.shape == (len(self),) and bool((shares >= 0).all())
+        numbers = value if isinstance(value, Tensor) else list(value)
+        shares = torch.as_tensor(numbers, dtype=torch.float64)
+        fits = shares.shape == (len(self),) and (shares >= 0).all()
         if not fits or not 0 < float(shares.sum()) < torch.inf:
             raise ValueError(
                 f"p must have one number per member ({len(self)}), none negative and not all 0, got {value}"
             )
+
         self._p = shares.cpu() / shares.sum().cpu()
 
     def weights(self, rows: list[int]) -> Tensor:
@@ -234,10 +232,10 @@ class SamplerEnsemble(_Parts[Sampler]):
             return list(range(len(self)))
 
         weights = self.weights(rows)
-        if not bool(weights.any()):
+        if not weights.any():
             raise RuntimeError("cannot sample: all members are empty, extend them with rb[i].extend(batch)")
-        drawn = torch.multinomial(weights, self.num_buffer_sampled, replacement=True, generator=generator)
 
+        drawn = torch.multinomial(weights, self.num_buffer_sampled, replacement=True, generator=generator)
         return [int(member) for member in drawn]
 
 
@@ -260,24 +258,33 @@ def collate_members(parts: list[Any], members: list[int], stack: bool) -> Any:
             "list; or pass collate_fn="
         )
 
-    join: Any = torch.stack if stack else torch.cat
-    first = parts[0]
-    columns = []
     tensordicts = all(isinstance(part, TensorDictBase) for part in parts)
+    columns = []
     if tensordicts:
         with suppress(TypeError):  # non-tensor entries: join the tensordicts instead
             columns = [leaves(part) for part in parts]
 
-    forms = [{k: (c.dtype, c.shape) for k, c in each.items()} for each in columns]
-    _check_alike(forms or [_form(part) for part in parts], members, stack)
+    if columns:
+        forms: list[Form] = []
+        for each in columns:
+            forms.append({key: (column.dtype, column.shape) for key, column in each.items()})
+    else:
+        forms = [_form(part) for part in parts]
+    _check_alike(forms, members, stack)
+
+    join: Any = torch.stack if stack else torch.cat
     if not columns:
         if tensordicts:
             return join(parts)
         return pytree.tree_map(lambda *of_parts: join(of_parts), *parts)
 
     joined = {key: join([each[key] for each in columns]) for key in columns[0]}
-    rows = (len(parts), len(first)) if stack else (sum(map(len, parts)),)
+    first = parts[0]
+    rows = [len(parts), len(first)]
+    if not stack:
+        rows = [sum(map(len, parts))]
     made = nest(joined, *rows, *first.batch_size[1:])
+
     if first.device is None:
         return made
     return made.to(first.device)
@@ -300,17 +307,18 @@ def _check_alike(forms: list[Form], members: list[int], stack: bool) -> None:
                     "samples to the same form (stack=False needs the same entries as well)"
                 )
 
+            dtype, shape = expected
+            other_dtype, other_shape = got
             # The number of rows may differ unless they are stacked.
-            if expected[0] != got[0] or expected[1][1:] != got[1][1:] or len(expected[1]) != len(got[1]):
+            if dtype != other_dtype or shape[1:] != other_shape[1:] or len(shape) != len(other_shape):
                 raise ValueError(
-                    f"member {first} returns {_shown(key)} as {expected[0]} {list(expected[1])}, member "
-                    f"{member} as {got[0]} {list(got[1])}: transform the members' samples to the "
+                    f"member {first} returns {_shown(key)} as {dtype} {list(shape)}, member "
+                    f"{member} as {other_dtype} {list(other_shape)}: transform the members' samples to the "
                     "same form"
                 )
-
-            if stack and expected[1] != got[1]:
+            if stack and shape != other_shape:
                 raise ValueError(
-                    f"member {first} returns {expected[1][0]} rows, member {member} {got[1][0]} rows, which "
+                    f"member {first} returns {shape[0]} rows, member {member} {other_shape[0]} rows, which "
                     "cannot be stacked: stack=False concatenates them"
                 )
 
@@ -324,8 +332,10 @@ def _form(part: Any) -> Form:
 
     form: Form = {}
     for key, value in entries:
-        is_tensor = isinstance(value, Tensor)
-        form[key] = (value.dtype, value.shape) if is_tensor else (type(value).__name__, torch.Size([]))
+        if isinstance(value, Tensor):
+            form[key] = value.dtype, value.shape
+        else:
+            form[key] = type(value).__name__, torch.Size([])
     return form
 
 
@@ -411,22 +421,26 @@ class ReplayBufferEnsemble(Facts):
 
         if generator is not None and generator.device.type != "cpu":
             raise ValueError(f"generator must be a CPU generator, got {generator.device}")
+
         self._members = rbs
         self.sampler = samplers
         self.storage = storages or StorageEnsemble(*(rb.storage for rb in rbs))
         self.writer = writers or WriterEnsemble(*(rb.writer for rb in rbs))
+
         self.batch_size = batch_size
-        self.generator = generator
-        self._process = os.getpid()
         self.collate_fn = collate_fn
         self.stack = stack
-        self.transforms: list[TransformLike] = []
+        self.generator = generator
+        self._process = os.getpid()
         self.saves = SavedFolders()
         self.service = Service()
+
+        self.transforms: list[TransformLike] = []
         if transform is not None:
             self.append_transform(transform)
         if batch_size is not None:
             self._rows(batch_size)
+
         for rb in rbs:
             rb.generator = rb.generator or generator
 
@@ -493,8 +507,9 @@ class ReplayBufferEnsemble(Facts):
             ValueError: the batch size is missing or does not fit; the samples cannot be joined.
         """
         sample, info, _ = self._next_sample(batch_size)
+
         if return_info:
-            return (sample, info)
+            return sample, info
         return sample
 
     def __iter__(self) -> Iterator[Any]:
@@ -503,6 +518,7 @@ class ReplayBufferEnsemble(Facts):
         while True:
             sample, _, now = self._next_sample(None)
             yield sample
+
             ended |= now
             drawable = self.sampler.weights([len(rb) for rb in self._members]).nonzero().flatten().tolist()
             if ended.issuperset(drawable):
@@ -554,25 +570,30 @@ class ReplayBufferEnsemble(Facts):
         if stack:
             ids = ids.view(len(members), -1)
             ends = ends.view(len(members), -1)
-
         if self.collate_fn is None and isinstance(sample, TensorDictBase):
             set_ids(sample, ids)
         info["buffer_ids"] = ids
+
         for transform in self.transforms:
             sample = apply(transform, sample, lambda: ends)
+
         return sample, info, ended
 
     def _rows(self, batch_size: int | None) -> int:
         """Return the rows per drawn member; ValueError if the batch size does not fit."""
-        size = self.batch_size if batch_size is None else batch_size
+        size = batch_size
+        if size is None:
+            size = self.batch_size
         count = self.sampler.num_buffer_sampled
         if size is None:
             raise ValueError("batch_size must be given to ReplayBufferEnsemble(...) or to sample(...)")
+
         if isinstance(size, bool) or not isinstance(size, int) or size < 1 or size % count:
             raise ValueError(
                 f"batch_size must be a positive multiple of the {count} members a sample is made of "
                 f"(num_buffer_sampled), got {size!r}"
             )
+
         return size // count
 
     # -- writing -----------------------------------------------------------------------------------------------
@@ -630,22 +651,13 @@ class ReplayBufferEnsemble(Facts):
         priority = torch.as_tensor(priority)
         for member, rb in self._prioritized():
             mask = buffer_ids == member
-            if bool(mask.any()):
-                if priority.ndim:
-                    chosen = priority[mask.to(priority.device)]
-                else:
-                    chosen = priority
+            if not mask.any():
+                continue
 
-                if generation is None:
-                    made_in = None
-                else:
-                    made_in = generation[mask.to(generation.device)]
-
-                rb.update_priority(
-                    index[mask.to(index.device)],
-                    chosen,
-                    made_in,
-                )
+            of_index = index[mask.to(index.device)]
+            of_priority = priority[mask.to(priority.device)] if priority.ndim else priority
+            of_generation = None if generation is None else generation[mask.to(generation.device)]
+            rb.update_priority(of_index, of_priority, of_generation)
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Set the priorities of a sample's rows from the sample; members without priorities are skipped.
@@ -662,13 +674,13 @@ class ReplayBufferEnsemble(Facts):
         # example in a transposed sample), rows are updated one by one.
         ids = require(data, BUFFER_IDS)
         rows_ids = ids.reshape(len(ids), -1)
-        if not bool((rows_ids == rows_ids[:, :1]).all()):
+        if not (rows_ids == rows_ids[:, :1]).all():
             data = data.reshape(-1)
             rows_ids = ids.reshape(-1, 1)
 
         for member, rb in prioritized:
             mask = rows_ids[:, 0] == member
-            if not bool(mask.any()):
+            if not mask.any():
                 continue
 
             update = getattr(rb, "update_tensordict_priority", None)
@@ -691,21 +703,16 @@ class ReplayBufferEnsemble(Facts):
     def stats(self) -> dict[str, int | float]:
         """Return the members' `ReplayBuffer.stats` summed, and the number of members as ``buffers``."""
         each = [rb.stats() for rb in self._members]
+
         keys = dict.fromkeys(key for numbers in each for key in numbers if key != "bytes_per_row")
         total = {key: sum(numbers.get(key, 0) for numbers in each) for key in keys}
         return {"buffers": len(each), **total, **torchrl_names(total)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the states of the members and of the random generator."""
-        if self.generator is None:
-            generator = None
-        else:
-            generator = self.generator.get_state()
-
-        return {
-            "members": [rb.state_dict() for rb in self._members],
-            "generator": generator,
-        }
+        members = [rb.state_dict() for rb in self._members]
+        generator = None if self.generator is None else self.generator.get_state()
+        return {"members": members, "generator": generator}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore members and random state from a :meth:`state_dict`; the same samples follow.
@@ -723,6 +730,7 @@ class ReplayBufferEnsemble(Facts):
             rb.check_state_dict(saved)
         for rb, saved in pairs:
             rb.load_state_dict(saved)
+
         if self.generator is not None:
             self.generator.set_state(state["generator"])
 
@@ -779,38 +787,33 @@ class ReplayBufferEnsemble(Facts):
         packer = Packer()
         packer.add("others", dict(others))  # refuse unsupported values before writing rows
         known = self.saves.of(path)
-
         with Folder(path, write=True, log=False, resume=known.folder, **options._asdict()) as folder:
             if folder.version is None and folder.versions() and not options.overwrite:
                 raise FileExistsError(
                     f"{path} holds version {folder.versions()[0]}, which this ensemble has neither loaded nor saved: "
                     "load it first, save to another folder, or start again with overwrite=True"
                 )
-
             known.folder = folder
 
             # Keep the member versions that the ensemble's versions name until the new version is published.
-            named: list[Any] = []
+            named = []
             for number in folder.versions():
                 with suppress(DamagedFileError):
-                    named.append(read_manifest(path, number).extra)
+                    extra = read_manifest(path, number).extra
+                    if extra:
+                        named.append(extra.get("members", []))
 
             saved = []
             for i, member in enumerate(self._members):
                 inner = path / f"member-{i}"
-                needed = [
-                    extra["members"][i] for extra in named if extra and i < len(extra.get("members", []))
-                ]
+                needed = [versions[i] for versions in named if i < len(versions)]
+                oldest = min(needed, default=0)
                 there = member.saved_versions(inner)
-                keep = max(1, sum(version >= min(needed, default=0) for version in there) + 1)
-                saved.append(
-                    list(member.save_version(inner, {}, options._replace(keep=keep, overwrite=True)))
-                )
+                keep = max(1, sum(version >= oldest for version in there) + 1)
+                inner_options = options._replace(keep=keep, overwrite=True)
+                saved.append(list(member.save_version(inner, {}, inner_options)))
 
-            if self.generator is None:
-                generator = None
-            else:
-                generator = self.generator.get_state()
+            generator = None if self.generator is None else self.generator.get_state()
             packer.add("buffer", {"generator": generator, "members": saved})
             facts = {"kind": "ensemble", "members": [number for number, _ in saved]}
             return folder.publish(packer.tree, packer.tensors, extra=facts)
@@ -823,23 +826,20 @@ class ReplayBufferEnsemble(Facts):
             tree = read_tree(version, rows)
             state = tree["buffer"]
             if state is None or (isinstance(state, dict) and "ring" in state):
-                if state is None:
-                    saved = "a run without a buffer"
-                else:
-                    saved = "a single buffer"
-                raise ValueError(f"{saved} was saved, not an ensemble: load it the way it was saved")
-
+                kind = "a run without a buffer" if state is None else "a single buffer"
+                raise ValueError(f"{kind} was saved, not an ensemble: load it the way it was saved")
             if not isinstance(state, dict) or not isinstance(state.get("members"), list):
                 raise damaged("it is not the state of an ensemble")
+
             saved = state["members"]
             if len(saved) != len(self._members):
                 raise ValueError(f"the state has {len(saved)} members, not {len(self._members)}")
 
+            applies = []
             try:
-                applies = [
-                    member.load_version(path / f"member-{i}", each[0], True)[1]
-                    for i, (member, each) in enumerate(zip(self._members, saved, strict=True))
-                ]
+                for i, (member, each) in enumerate(zip(self._members, saved, strict=True)):
+                    _, load = member.load_version(path / f"member-{i}", each[0], True)
+                    applies.append(load)
             except FileNotFoundError as error:  # the previous version may be complete
                 raise DamagedFileError(f"a member is missing: {error}") from None
 
@@ -878,19 +878,18 @@ def _members(
         if parts is not None and len(parts) != len(storages):
             raise ValueError(f"{name} has {len(parts)} members, storages has {len(storages)}")
 
-    return tuple(
-        ReplayBuffer(
-            storage=storage,
-            sampler=None if samplers is None else samplers[i],
-            writer=None if writers is None else writers[i],
-            transform=storages.transforms[i],
-        )
-        for i, storage in enumerate(storages)
-    )
+    members = []
+    for i, storage in enumerate(storages):
+        sampler = None if samplers is None else samplers[i]
+        writer = None if writers is None else writers[i]
+        transform = storages.transforms[i]
+        members.append(ReplayBuffer(storage, sampler=sampler, writer=writer, transform=transform))
+    return tuple(members)
 
 
 def set_ids(sample: TensorDictBase, ids: Tensor) -> None:
     """Write ``ids``, expanded to the sample's batch shape, on the device of the other entries."""
     device = next((value.device for value in sample.values(True, True) if isinstance(value, Tensor)), None)
-    ids = ids.reshape(*ids.shape, *[1] * (sample.batch_dims - ids.ndim)).expand(sample.batch_size)
+    missing = sample.batch_dims - ids.ndim
+    ids = ids.reshape(*ids.shape, *[1] * missing).expand(sample.batch_size)
     sample.set(BUFFER_IDS, ids.to(device, copy=True))

@@ -27,7 +27,6 @@ class _Once(Generic[R]):
                 except Exception as error:  # not Ctrl-C, after which the next call starts over
                     self._outcome.set_exception(error)
                 self._function = None
-
         return self._outcome
 
     def then(self, finish: Callable[[R], T]) -> T:
@@ -81,6 +80,7 @@ class Prefetcher(Generic[T]):
         """
         with self._lock:
             pending = [rows for _, rows in self._queue]
+
         for rows in pending:
             rows.run()
 

@@ -53,7 +53,7 @@ class Buffer(StorageOwner, Protocol):
         the rows ended with it (without replacement)."""
         ...
 
-    def made_ahead(self) -> list[Any]:
+    def prefetched(self) -> list[Any]:
         """Return copies of the prefetched samples; wait for pending ones."""
         ...
 

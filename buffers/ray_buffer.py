@@ -11,7 +11,7 @@ from torch import Tensor
 from flatroll.buffers.replay_buffer import ReplayBuffer
 from flatroll.buffers.transforms.transform import Transform
 from flatroll.buffers.writers import has_priorities
-from flatroll.layout.checks import seed_number, whole_number
+from flatroll.layout.checks import check_seed, check_whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.sharing.ray_calls import Calls, RayCalls, attempt, pack_batches, put_named, unpack_batches
 from flatroll.sharing.worker import Failure, WorkerDied
@@ -45,7 +45,7 @@ class BufferActor:
     def _start(self, kind: Callable[..., Any], parts: Mapping[str, Any], options: dict[str, Any]) -> None:
         seed = options.pop("seed")
         if seed is not None:
-            options["generator"] = torch.Generator().manual_seed(seed_number("seed", seed))
+            options["generator"] = torch.Generator().manual_seed(check_seed("seed", seed))
         self._buffer = kind(**{name: make() for name, make in parts.items()}, **options)
 
     def run(self, method: str, *arguments: Any) -> Any:
@@ -53,11 +53,8 @@ class BufferActor:
         return attempt(self._run, method, *arguments)
 
     def _run(self, method: str, *arguments: Any) -> Any:
-        if method in ("draw", "weight"):
-            owner = self
-        else:
-            owner = self._buffer
-        function = getattr(owner, method)
+        target = self if method in ("draw", "weight") else self._buffer
+        function = getattr(target, method)
         return pack_batches(function(*map(unpack_batches, arguments)))
 
     def draw(self, rows: int) -> tuple[Any, dict[str, Any], Weight]:
@@ -68,17 +65,19 @@ class BufferActor:
     def weight(self) -> Weight:
         """Return the buffer's weight in an ensemble."""
         buffer = self._buffer
-        sampler = self._buffer.sampler
+        sampler = buffer.sampler
+
         unit = getattr(sampler, "slice_len", 1)
         if unit is None:
             raise ValueError(
                 f"{type(sampler).__name__} in a RayReplayBufferEnsemble needs slice_len: shards give different numbers "
                 "of slices, so num_slices alone does not determine their length"
             )
+
         if not len(buffer) or not has_priorities(sampler):
             return Weight(float(len(buffer)), 1.0, 0.0, unit)
-        total, least = sampler.mass(buffer.ring)
 
+        total, least = sampler.mass(buffer.ring)
         return Weight(total, least, sampler.beta, unit)
 
     def extend(self, rows: Any) -> Any:
@@ -87,10 +86,9 @@ class BufferActor:
 
     def _extend(self, rows: Any) -> int:
         batch, final = unpack_batches(rows)
-        if final is None:
-            options = {}
-        else:
-            options = {"final": final}
+        options = {}
+        if final is not None:
+            options["final"] = final
         return len(self._buffer.extend(batch, **options))
 
 
@@ -159,7 +157,7 @@ class RayReplayBuffer(Facts):
                 )
 
         if prefetch:
-            whole_number("prefetch", prefetch)
+            check_whole_number("prefetch", prefetch)
             if batch_size is None:
                 raise ValueError("prefetch needs a batch_size: samples are drawn ahead")
 
@@ -169,6 +167,7 @@ class RayReplayBuffer(Facts):
 
         self.batch_size = batch_size
         self.prefetch = prefetch
+
         self._under_way: deque[Any] = deque()
         self._calls = RayCalls(ray_init_config) if calls is None else calls
 
@@ -201,14 +200,17 @@ class RayReplayBuffer(Facts):
         """Begin a call of the buffer's method without waiting; return a reference for `result`."""
         if self._actor is None:
             raise RuntimeError("the buffer is closed (by shutdown): make a new one")
+
         return self._calls.call(self._actor, "run", method, *map(pack_batches, arguments))
 
     # -- writing -----------------------------------------------------------------------------------------------
 
     def extend(self, data: Any, final: TensorDictBase | None = None) -> Tensor:
         """As `ReplayBuffer.extend`."""
-        finals = () if final is None else (final,)
-        positions: Tensor = self._run("extend", data, *finals)
+        arguments = [data]
+        if final is not None:
+            arguments.append(final)
+        positions: Tensor = self._run("extend", *arguments)
         return positions
 
     def extend_reference(self, rows: Any, place: int = 0) -> int:
@@ -223,6 +225,7 @@ class RayReplayBuffer(Facts):
         """
         if self._actor is None:
             raise RuntimeError("the buffer is closed (by shutdown): make a new one")
+
         count: int = self.result(self._calls.call(self._actor, "extend", rows))
         return count
 
@@ -255,7 +258,7 @@ class RayReplayBuffer(Facts):
             sample, info = self.result(self._under_way.popleft())
 
         if return_info:
-            return (sample, info)
+            return sample, info
         return sample
 
     def __iter__(self) -> Iterator[Any]:
@@ -305,12 +308,10 @@ class RayReplayBuffer(Facts):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._under_way, self._calls = deque(), RayCalls()
+        self._under_way = deque()
+        self._calls = RayCalls()
 
     def _facts(self) -> dict[str, Any]:
         """What `repr` and notebooks show."""
-        if self._actor is not None:
-            state = "in an actor"
-        else:
-            state = "closed"
+        state = "closed" if self._actor is None else "in an actor"
         return {"": state, "prefetch": self.prefetch or 0}

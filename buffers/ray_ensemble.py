@@ -4,7 +4,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flatroll.buffers.ensemble import collate_members, set_ids
 from flatroll.buffers.ray_buffer import RayReplayBuffer, Weight
-from flatroll.layout.checks import one_of, whole_number
+from flatroll.layout.checks import check_choice, check_whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import ID_BITS, TRAJ_IDS
 from flatroll.sharing.worker import WorkerDied
@@ -37,7 +37,7 @@ class RayReplayBufferEnsemble(Facts):
         batch_size: rows per sample.
         prefetch: number of samples requested ahead. Default None: none.
         on_loss: what happens when the actor or node of a shard dies. ``"raise"``: `WorkerDied`. ``"drop"`` (default):
-            its rows are lost, a warning is logged, and the others go on; new rows of its trajectories go to the next
+            its rows are lost, a warning is logged, and the others continue; new rows of its trajectories go to the next
             shard. When the last one dies, `WorkerDied` is raised in both cases.
         generator: CPU random generator that chooses shards. Default None: torch's.
 
@@ -67,16 +67,17 @@ class RayReplayBufferEnsemble(Facts):
             raise TypeError(f"shards must be RayReplayBuffers, at least one, got {got}")
 
         if prefetch:
-            whole_number("prefetch", prefetch)
+            check_whole_number("prefetch", prefetch)
             if batch_size is None:
                 raise ValueError("prefetch needs a batch_size: samples are drawn ahead")
+        check_choice("on_loss", on_loss, ("raise", "drop"))
 
-        one_of("on_loss", on_loss, ("raise", "drop"))
         self.shards = shards
         self.batch_size = batch_size
         self.prefetch = prefetch
         self.on_loss = on_loss
         self.generator = generator
+
         self._lost: set[int] = set()
         self._turn = 0  # shard of the next batch without trajectory ids
         self._weights: dict[int, Weight] = {}  # of each shard, as last reported
@@ -106,24 +107,23 @@ class RayReplayBufferEnsemble(Facts):
         except WorkerDied as error:
             if self.on_loss == "raise" or len(self._live()) == 1:
                 raise
-
             if shard not in self._lost:
                 self._lost.add(shard)
                 self._weights.pop(shard, None)
                 _LOG.warning(
                     "shard %d is lost with its rows, %d are left: %s", shard, len(self._live()), error
                 )
-
             return None
 
     def _ask(self, method: str, *arguments: Any) -> dict[int, Any]:
         """Call a method of all shards at once; return the answers by shard."""
         references = {shard: self.shards[shard].begin(method, *arguments) for shard in self._live()}
-        answers = {
-            shard: self._settle(shard, partial(self.shards[shard].result, found))
-            for shard, found in references.items()
-        }
-        return {shard: answer[0] for shard, answer in answers.items() if answer is not None}
+        answers = {}
+        for shard, found in references.items():
+            answer = self._settle(shard, partial(self.shards[shard].result, found))
+            if answer is not None:
+                answers[shard] = answer[0]
+        return answers
 
     # -- writing -----------------------------------------------------------------------------------------------
 
@@ -132,34 +132,32 @@ class RayReplayBufferEnsemble(Facts):
 
         Without ``("collector", "traj_ids")`` each batch goes to one shard, in turn.
         """
+        ids = None
         if isinstance(data, TensorDictBase):
             ids = data.get(TRAJ_IDS, None)
-        else:
-            ids = None
-
         if ids is None:
             self._turn += 1
             homes = torch.full((len(data),), self._turn - 1)
         else:  # consecutive trajectories of a writer go to different shards
-            homes = (ids.reshape(-1) >> ID_BITS) + (ids.reshape(-1) & ((1 << ID_BITS) - 1))
-
+            ids = ids.reshape(-1)
+            homes = (ids >> ID_BITS) + (ids & ((1 << ID_BITS) - 1))
         homes = homes.cpu() % len(self.shards)
-        left = torch.ones(len(homes), dtype=torch.bool)
-        count = len(homes)
 
-        while bool(left.any()):  # again for the rows of shards that are lost meanwhile
+        left = torch.ones(len(homes), dtype=torch.bool)
+        while left.any():  # again for the rows of shards that are lost meanwhile
             moved = torch.tensor([self._home(number) for number in range(len(self.shards))])[homes]
             masks = {shard: left & (moved == shard) for shard in set(moved[left].tolist())}
-            references = {
-                shard: self.shards[shard].begin("extend", *_part(data, final, mask))
-                for shard, mask in masks.items()
-            }
+
+            references = {}
+            for shard, mask in masks.items():
+                rows = _part(data, final, mask)
+                references[shard] = self.shards[shard].begin("extend", *rows)
 
             for shard, found in references.items():
                 if self._settle(shard, partial(self.shards[shard].result, found)):
                     left &= ~masks[shard]
 
-        return count
+        return len(homes)
 
     def extend_reference(self, rows: Any, place: int = 0) -> int:
         """Store packed rows from the object store, as `RayReplayBuffer.extend_reference` does.
@@ -180,16 +178,15 @@ class RayReplayBufferEnsemble(Facts):
         Rows of lost shards are left out.
         """
         priorities = torch.as_tensor(priority)
-        references = dict[int, Any]()
+        references = {}
         for shard in self._live():
             mask = buffer_ids == shard
-            if bool(mask.any()):
-                own = None if generation is None else generation[mask]
-                if priorities.ndim:
-                    of_rows = priorities[mask]
-                else:
-                    of_rows = priorities
-                references[shard] = self.shards[shard].begin("update_priority", index[mask], of_rows, own)
+            if not mask.any():
+                continue
+
+            own = None if generation is None else generation[mask]
+            of_rows = priorities[mask] if priorities.ndim else priorities
+            references[shard] = self.shards[shard].begin("update_priority", index[mask], of_rows, own)
 
         for shard, found in references.items():
             self._settle(shard, partial(self.shards[shard].result, found))
@@ -213,33 +210,36 @@ class RayReplayBufferEnsemble(Facts):
             ValueError: the batch size is missing, or no multiple of the samplers' ``slice_len``.
             WorkerDied: a shard was lost, see ``on_loss``.
         """
-        size = self.batch_size if batch_size is None else batch_size
-        if size is None:
+        if batch_size is None:
+            batch_size = self.batch_size
+        if batch_size is None:
             raise ValueError("batch_size must be given to RayReplayBufferEnsemble(...) or to sample(...)")
+        check_whole_number("batch_size", batch_size)
 
-        whole_number("batch_size", size)
-        if self.prefetch and size == self.batch_size:
+        if self.prefetch and batch_size == self.batch_size:
             while len(self._under_way) <= self.prefetch:
-                self._under_way.append(self._begin(size))
+                self._under_way.append(self._begin(batch_size))
             asked = self._under_way.popleft()
         else:
-            asked = self._begin(size)
+            asked = self._begin(batch_size)
 
-        parts: list[tuple[int, Any, Any, Weight]] = []
+        parts: list[_Drawn] = []
         while missing := self._finish(asked, parts):
             asked = self._begin(missing)
         sample, info = self._join(parts)
+
         if return_info:
-            return (sample, info)
+            return sample, info
         return sample
 
     def _begin(self, size: int) -> "_Asked":
         """Ask each shard for its part of a sample, and those without a part for their weights."""
         if self._weights.keys() != {*self._live()} or not any(each.total for each in self._weights.values()):
             self._weights = {shard: Weight(*weight) for shard, weight in self._ask("weight").items()}
+
         shards = list(self._weights)
         totals = torch.tensor([self._weights[shard].total for shard in shards], dtype=torch.float64)
-        if not bool(totals.any()):
+        if not totals.any():
             raise RuntimeError("cannot sample: no shard has rows, extend the ensemble first")
 
         unit = self._weights[shards[0]].unit
@@ -248,12 +248,17 @@ class RayReplayBufferEnsemble(Facts):
 
         drawn = torch.multinomial(totals, size // unit, replacement=True, generator=self.generator)
         counts = (drawn.bincount(minlength=len(shards)) * unit).tolist()
-        return [
-            (shard, rows, self.shards[shard].begin(*(("draw", rows) if rows else ("weight",))))
-            for shard, rows in zip(shards, counts, strict=True)
-        ]
 
-    def _finish(self, asked: "_Asked", parts: list[tuple[int, Any, Any, Weight]]) -> int:
+        asked = []
+        for shard, rows in zip(shards, counts, strict=True):
+            if rows:
+                found = self.shards[shard].begin("draw", rows)
+            else:
+                found = self.shards[shard].begin("weight")
+            asked.append((shard, rows, found))
+        return asked
+
+    def _finish(self, asked: "_Asked", parts: "list[_Drawn]") -> int:
         """Wait for the parts of a sample; return the number of rows that lost shards leave to draw."""
         missing = 0
         for shard, rows, found in asked:
@@ -263,35 +268,36 @@ class RayReplayBufferEnsemble(Facts):
             elif rows:
                 sample, info, weight = answer[0]
                 self._weights[shard] = Weight(*weight)
-                parts.append((shard, sample, info, self._weights[shard]))
+                parts.append(_Drawn(shard, sample, info, self._weights[shard]))
             else:
                 self._weights[shard] = Weight(*answer[0])
-
         return missing
 
-    def _join(self, parts: list[tuple[int, Any, Any, Weight]]) -> tuple[Any, dict[str, Tensor]]:
+    def _join(self, parts: "list[_Drawn]") -> tuple[Any, dict[str, Tensor]]:
         """Concatenate the parts; importance weights become those of one buffer with all rows."""
-        members = [shard for shard, _, _, _ in parts]
         # A shard's weights are (P / min P) ** -beta, with the minimum over its own rows.
-        least = min(
-            [each.least for each in self._weights.values() if each.total] + [w.least for *_, w in parts]
-        )
+        weights = [weight for weight in self._weights.values() if weight.total]
+        weights += [part.weight for part in parts]
+        least = min(weight.least for weight in weights)
+        for part in parts:
+            if PRIORITY_WEIGHT in part.info:
+                factor = (part.weight.least / least) ** -part.weight.beta
+                part.info[PRIORITY_WEIGHT] = part.info[PRIORITY_WEIGHT] * factor
+                if isinstance(part.sample, TensorDictBase) and PRIORITY_WEIGHT in part.sample:
+                    part.sample[PRIORITY_WEIGHT] = part.sample[PRIORITY_WEIGHT] * factor
 
-        for _, sample, info, weight in parts:
-            if PRIORITY_WEIGHT in info:
-                factor = (weight.least / least) ** -weight.beta
-                info[PRIORITY_WEIGHT] = info[PRIORITY_WEIGHT] * factor
-                if isinstance(sample, TensorDictBase) and PRIORITY_WEIGHT in sample:
-                    sample[PRIORITY_WEIGHT] = sample[PRIORITY_WEIGHT] * factor
+        members = [part.shard for part in parts]
+        sample = collate_members([part.sample for part in parts], members, stack=False)
 
-        sample = collate_members([part for _, part, _, _ in parts], members, stack=False)
-        infos = [info for _, _, info, _ in parts]
+        infos = [part.info for part in parts]
         entries = [key for key in infos[0] if all(key in info for info in infos)]
         info = {key: collate_members([each[key] for each in infos], members, stack=False) for key in entries}
+
         counts = torch.tensor([len(each["index"]) for each in infos])
         info["buffer_ids"] = torch.tensor(members).repeat_interleave(counts)
         if isinstance(sample, TensorDictBase):
             set_ids(sample, info["buffer_ids"])
+
         return sample, info
 
     def __iter__(self) -> Iterator[Any]:
@@ -306,19 +312,22 @@ class RayReplayBufferEnsemble(Facts):
         """Return the shards' statistics summed, and the numbers of live (``buffers``) and ``lost`` shards."""
         each = list(self._ask("stats").values())
         keys = dict.fromkeys(key for numbers in each for key in numbers if key != "bytes_per_row")
-        return {"buffers": len(each), "lost": len(self._lost)} | {
-            key: sum(numbers.get(key, 0) for numbers in each) for key in keys
-        }
+        total = {key: sum(numbers.get(key, 0) for numbers in each) for key in keys}
+        return {"buffers": len(each), "lost": len(self._lost)} | total
 
     # -- state -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the shards' states, copied to this process one after the other; None for lost ones."""
-        states = [
-            self._settle(shard, self.shards[shard].state_dict) if shard not in self._lost else None
-            for shard in range(len(self.shards))
-        ]
-        return {"shards": [None if state is None else state[0] for state in states]}
+        states = []
+        for shard in range(len(self.shards)):
+            state = None
+            if shard not in self._lost:
+                answer = self._settle(shard, self.shards[shard].state_dict)
+                if answer is not None:
+                    state = answer[0]
+            states.append(state)
+        return {"shards": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the shards' states, except those of lost shards. Pending samples are dropped."""
@@ -356,22 +365,31 @@ class RayReplayBufferEnsemble(Facts):
 _Asked = list[tuple[int, int, Any]]
 
 
+class _Drawn(NamedTuple):
+    """A shard's part of a sample, and the shard's weight."""
+
+    shard: int
+    sample: Any
+    info: dict[str, Tensor]
+    weight: Weight
+
+
 def _part(data: Any, final: TensorDictBase | None, mask: Tensor) -> tuple[Any, ...]:
     """Return the rows of a batch in ``mask``, and those of its *final* that belong to them."""
-    if bool(mask.all()):
+    if mask.all():
         if final is None:
             return (data,)
-        return (data, final)
+        return data, final
 
+    at = mask
     if isinstance(data, TensorDictBase) and data.device:
-        rows = data[mask.to(data.device)]
-    else:
-        rows = data[mask]
+        at = mask.to(data.device)
+    rows = data[at]
 
     if final is None:
         return (rows,)
+
     of_rows = mask[final["row"].cpu()]
     own: Any = final[of_rows].clone()
     own.set("row", (mask.cumsum(0) - 1)[own.get("row").cpu()])
-
     return rows, own

@@ -1,4 +1,4 @@
-"""Replay buffers for other processes: a `BufferHandle` is the client, an `Owner` the server, `Post` the channel.
+"""Replay buffers for other processes: a `BufferHandle` is the client, an `Owner` the server, `Connection` the channel.
 
 Each end sends one value and then waits for one. Large tensors travel through shared memory, small ones in the message.
 """
@@ -21,9 +21,9 @@ from flatroll.buffers.storages.column_storage import ColumnStorage
 from flatroll.buffers.storages.positions import Index
 from flatroll.buffers.transforms.transform import TransformLike, changes_stored
 from flatroll.sharing.block import Key, dtype_name
-from flatroll.sharing.channel import Channel, Closed, Door, forget_in_children
+from flatroll.sharing.channel import Channel, Closed, Listener, forget_in_children
 from flatroll.sharing.mailbox import BLOCK, WINDOW, Inbox, Outbox, pack, unpack
-from flatroll.sharing.worker import WorkerTraceback, portable
+from flatroll.sharing.worker import WorkerTraceback, portable_error
 
 #: Methods that a handle may call.
 CALLS = frozenset(
@@ -66,7 +66,7 @@ class Served(Protocol):
         ...
 
 
-class Post:
+class Connection:
     """One end of a channel between the owner of a buffer and a client.
 
     Each end sends one value and then waits for one. A received value therefore confirms that the last sent one was
@@ -87,14 +87,17 @@ class Post:
         """
         rest, tensors = pack(value)
         if len(rest) + sum(tensor.nbytes for tensor in tensors) <= _SMALL:
-            self.channel.send(LETTER, (rest, [(dtype_name(t), tuple(t.shape), _bytes(t)) for t in tensors]))
+            parts = [(dtype_name(tensor), tuple(tensor.shape), _bytes(tensor)) for tensor in tensors]
+            self.channel.send(LETTER, (rest, parts))
             return
 
         self._take_back()  # the slot is still in use if the last answer was unreadable
+
         # Columns of equal length form a table: a batch, or its ``final``.
         tables: dict[int, dict[Key, Tensor]] = {}
         for place, tensor in enumerate(tensors):
             tables.setdefault(len(tensor), {})[str(place)] = tensor
+
         if len(rest) > _SMALL:  # the pickle itself may be large
             packed: dict[Key, Tensor] = {"rest": torch.frombuffer(bytearray(rest), dtype=torch.uint8)}
             self._outbox.put(*tables.values(), packed, note=None)
@@ -128,12 +131,11 @@ class Post:
                 return None
 
             columns = {key: column for table in window.tables for key, column in table.items()}
-            if window.note is None:
+            rest = window.note
+            if rest is None:
                 rest = columns.pop("rest").numpy().tobytes()
-            else:
-                rest = window.note
-
             tensors = [columns[str(place)] for place in range(len(columns))]
+
             if keep:
                 tensors = [tensor.clone() for tensor in tensors]
         else:
@@ -191,11 +193,11 @@ class BufferHandle:
     flatroll.buffers.remote.OwnerGoneError: the owner of this shared buffer is gone: its process has ended, ...
     """
 
-    def __init__(self, door: Door, owner: int, here: Callable[[], Served | None] | None = None) -> None:
+    def __init__(self, door: Listener, owner: int, here: Callable[[], Served | None] | None = None) -> None:
         self.door = door
         self._owner = owner
         self._here = here
-        self.post: Post | None = None  # this process's channel, opened by its first call
+        self.post: Connection | None = None  # this process's channel, opened by its first call
         self._lock = threading.Lock()
         forget_in_children(self)
 
@@ -203,14 +205,14 @@ class BufferHandle:
         self, data: Any, final: TensorDictBase | None = None, *, update_priority: bool | None = None
     ) -> Tensor:
         """Store rows, as `ReplayBuffer.extend`; when this returns they can be sampled."""
-        if update_priority is None:
-            options = {}
-        else:
-            options = {"update_priority": update_priority}
-
         # An ensemble's method has neither option and raises its own error.
-        finals = () if final is None else (final,)
-        stored: Tensor = self._call("extend", data, *finals, **options)
+        arguments = [data]
+        options = {}
+        if final is not None:
+            arguments.append(final)
+        if update_priority is not None:
+            options["update_priority"] = update_priority
+        stored: Tensor = self._call("extend", *arguments, **options)
         return stored
 
     def add(self, data: Any) -> int:
@@ -289,7 +291,7 @@ class BufferHandle:
         with self._lock:
             try:
                 if self.post is None:
-                    self.post = Post(Channel(self.door.enter()))
+                    self.post = Connection(Channel(self.door.enter()))
                 self.post.send((name, arguments, options))
                 outcome, value, trace = self.post.receive()
             except (Closed, ConnectionError):
@@ -298,13 +300,13 @@ class BufferHandle:
             except BaseException:  # a late answer must not be taken for that of the next call
                 self.hang_up()
                 raise
-
             if outcome == LOST:
                 self.hang_up()
 
         if outcome != DONE:
             value.add_note(f"raised in process {self._owner}, which owns the buffer")
             raise value from WorkerTraceback(f"\n{trace}")
+
         if isinstance(value, range):
             return torch.arange(value.start, value.stop)
         return value
@@ -332,13 +334,12 @@ def shortened(value: Any) -> Any:
     if isinstance(value, Tensor) and value.dtype is torch.int64 and value.ndim == 1 and len(value) > 1:
         first = int(value[0])
         last = int(value[-1])
-        if last - first == len(value) - 1 and bool((value.diff() == 1).all()):
+        if last - first == len(value) - 1 and (value.diff() == 1).all():
             return range(first, last + 1)
-
     return value
 
 
-def send_quietly(post: Post, *answer: Any) -> None:
+def send_quietly(post: Connection, *answer: Any) -> None:
     """Send an answer; do nothing if the client is gone."""
     with suppress(Closed):
         post.send(answer)
@@ -358,11 +359,14 @@ class Owner:
         self.process = os.getpid()
         self._closed = False
         self._buffer = weakref.ref(buffer)
-        self._inside, outside = Door.pair()
+
+        self._inside, outside = Listener.pair()
         self.handle = BufferHandle(outside, self.process, self._buffer)
-        self.clients: dict[int, Post] = {}  # by descriptor
+        self.clients: dict[int, Connection] = {}  # by descriptor
+
         self._poll = select.poll()
         self._poll.register(self._inside.fileno(), select.POLLIN)
+
         self.thread = threading.Thread(target=self._serve, name="flatroll buffer owner", daemon=True)
         forget_in_children(self)
         weakref.finalize(buffer, self.close)  # also at interpreter exit
@@ -392,11 +396,10 @@ class Owner:
                 for descriptor, _ in self._poll.poll():
                     if self._closed:
                         return
-
                     if descriptor == door:
                         entered = self._inside.admit()
                         if entered is not None:  # a valid client
-                            self.clients[entered] = Post(Channel(entered))
+                            self.clients[entered] = Connection(Channel(entered))
                             self._poll.register(entered, select.POLLIN)
                     elif descriptor in self.clients:
                         self._hear(descriptor)
@@ -415,15 +418,16 @@ class Owner:
             if not post.channel.ended:
                 return
         except BaseException as error:  # reading failed, so the start of the next message is unknown
-            send_quietly(post, LOST, portable(error), traceback.format_exc())
+            send_quietly(post, LOST, portable_error(error), traceback.format_exc())
 
         self._poll.unregister(descriptor)
         del self.clients[descriptor]
         post.channel.close()
 
-    def _answer(self, post: Post, kind: str, content: Any) -> None:
+    def _answer(self, post: Connection, kind: str, content: Any) -> None:
         """Execute a message; the buffer's errors are sent to the client."""
         buffer = self._buffer()
+
         # A list storage or a transform's `inv` may keep the tensors, so they must not be in memory that the client
         # overwrites.
         keep = buffer is not None and (
@@ -439,14 +443,13 @@ class Owner:
         except BaseException as error:
             trace = traceback.format_exc()
             # Without the frames, which refer to the buffer.
-            answer = FAILED, portable(error).with_traceback(None), trace
-
+            answer = FAILED, portable_error(error).with_traceback(None), trace
         del buffer
 
         try:
             send_quietly(post, *answer)
         except BaseException as error:  # the result cannot be sent
-            send_quietly(post, FAILED, portable(error), traceback.format_exc())
+            send_quietly(post, FAILED, portable_error(error), traceback.format_exc())
 
 
 class Service:
@@ -464,15 +467,17 @@ class Service:
 
     def handle(self, buffer: Served) -> BufferHandle:
         """Return the handle of this process's ``buffer``; see `ReplayBuffer.handle`."""
-        if self.owner is None or self.owner.process != os.getpid():
-            if self._owned_by is not None and self._owned_by[0] != os.getpid() and _runs(*self._owned_by):
-                raise RuntimeError(
-                    f"this buffer is a copy, by pickle or fork, of the one that process {self._owned_by[0]} owns: call "
-                    "handle() there, and give this process the handle instead of the buffer"
-                )
-            self._owned_by = os.getpid(), psutil.Process().create_time()
-            self.owner = Owner(buffer)
+        if self.owner is not None and self.owner.process == os.getpid():
+            return self.owner.handle
 
+        if self._owned_by is not None and self._owned_by[0] != os.getpid() and _runs(*self._owned_by):
+            raise RuntimeError(
+                f"this buffer is a copy, by pickle or fork, of the one that process {self._owned_by[0]} owns: call "
+                "handle() there, and give this process the handle instead of the buffer"
+            )
+
+        self._owned_by = os.getpid(), psutil.Process().create_time()
+        self.owner = Owner(buffer)
         return self.owner.handle
 
 

@@ -17,7 +17,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 
 from flatroll.buffers.checkpointers.own_files import OwnFiles
-from flatroll.buffers.checkpointers.rows import Checkpointer, checkpointer_of, checkpointer_with_hooks
+from flatroll.buffers.checkpointers.rows import Checkpointer, checkpointer_with_hooks, find_checkpointer
 from flatroll.buffers.checkpointers.saving import SavedFolders
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Ring
@@ -28,20 +28,20 @@ from flatroll.buffers.remote import BufferHandle, Service
 from flatroll.buffers.samplers.sampler import RandomSampler, Sampler
 from flatroll.buffers.sharing import pickle_by_value, reseed_in_worker
 from flatroll.buffers.steps.writer import StepWriter
-from flatroll.buffers.storages.item_kinds import TensorDicts, batched, dense, entry, map_rows, not_flat
+from flatroll.buffers.storages.item_kinds import TensorDicts, batched, dense, entry, map_rows, not_flat_error
 from flatroll.buffers.storages.list import ListStorage
-from flatroll.buffers.storages.positions import Index, in_shape, positions, slots_at, slots_of
-from flatroll.buffers.storages.storage import Rows, Storage, other_capacity
+from flatroll.buffers.storages.positions import Index, find_slots, in_shape, positions, slots_at
+from flatroll.buffers.storages.storage import Rows, Storage, other_capacity_error
 from flatroll.buffers.transforms.transform import (
     TransformLike,
     apply,
     check_row_count,
     check_transform,
-    chooser_of,
     insert_transform,
-    looks_ahead,
+    lookahead,
+    needs_trajectory,
     read_others,
-    reads_others,
+    row_chooser,
 )
 from flatroll.buffers.writers import RoundRobinWriter, Writer, before_storing, check_rows
 from flatroll.disk import LoadedVersion, Version
@@ -50,14 +50,14 @@ from flatroll.disk.state_tree import Packer, from_plain, to_plain
 from flatroll.layout.checks import (
     SCALED,
     as_numbers,
-    cpu_generator,
-    expect,
-    file_path,
-    flags,
-    function,
-    need_tensors,
+    check_cpu_generator,
+    check_flags,
+    check_function,
+    check_path,
+    check_tensors,
+    check_type,
+    check_whole_number,
     warn_of_scales,
-    whole_number,
 )
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import MASK, NestedKey
@@ -143,51 +143,45 @@ class ReplayBuffer(Facts):
         shared: bool = False,
         compilable: bool | None = None,
     ) -> None:
-        if storage is not None:
-            expect("storage", storage, Storage, "a storage such as LazyTensorStorage(max_size)")
-        if sampler is not None:
-            expect("sampler", sampler, Sampler, "a sampler such as RandomSampler()")
-        if writer is not None:
-            expect("writer", writer, Writer, "a writer such as RoundRobinWriter()")
+        _check_parts(storage, sampler, writer)
         if collate_fn is not None:
-            function("collate_fn", collate_fn, "a function of a sample")
+            check_function("collate_fn", collate_fn, "a function of a sample")
         if prefetch is not None:
-            whole_number("prefetch", prefetch, 0)
-
-        flags(shared=shared)
+            check_whole_number("prefetch", prefetch, 0)
+        check_flags(shared=shared)
         if compilable is not None:
-            flags(compilable=compilable)
+            check_flags(compilable=compilable)
+
         self.storage: Storage = ListStorage() if storage is None else storage
         if shared and not self.storage.by_reference:
             raise ValueError("shared=True needs rows that other processes see: use LazyMemmapStorage")
-
         if checkpointer is not None:
             self.storage.checkpointer = checkpointer
+
         self.sampler: Sampler = RandomSampler() if sampler is None else sampler
         self.sampler.attach(self.storage)
         self.writer: Writer = RoundRobinWriter() if writer is None else writer
+
         self.collate_fn = collate_fn
         self.prefetch = prefetch
         self.batch_size = batch_size
         last = self.storage.ndim - 1
-
         if dim_extend is None:
-            self.dim_extend = last
-        else:
-            self.dim_extend = whole_number("dim_extend", dim_extend, 0, last)
-
-        self.generator = cpu_generator(generator)
+            dim_extend = last
+        self.dim_extend = check_whole_number("dim_extend", dim_extend, 0, last)
+        self.generator = check_cpu_generator(generator)
         if batch_size is not None:
-            whole_number("batch_size", batch_size)
+            check_whole_number("batch_size", batch_size)
         if batch_size is not None or prefetch:
             self.sampler.check(batch_size)
 
         self.markers: BoundaryKeys | None = None
         self.ring = Ring(self.storage.max_size)
         self.started = False
-        self.transforms: list[TransformLike] = []
         self.saves = SavedFolders()
         self.service = Service()
+
+        self.transforms: list[TransformLike] = []
         if transform is not None:
             self.append_transform(transform)
 
@@ -219,14 +213,14 @@ class ReplayBuffer(Facts):
             ValueError: there are fewer than ``index`` transforms, or a second `HindsightTransform`.
         """
         check_transform(transform)
-        flags(invert=invert)
-        if not invert and reads_others(transform) and self.started and self.index is None:
+        check_flags(invert=invert)
+        if not invert and needs_trajectory(transform) and self.started and self.index is None:
             raise RuntimeError(
                 f"{type(transform).__name__} follows trajectories, which were not tracked for the rows stored "
                 "so far: append it before the first extend, or pass it to ReplayBuffer(transform=...)"
             )
-        insert_transform(self.transforms, index, transform, invert)
 
+        insert_transform(self.transforms, index, transform, invert)
         return self
 
     # -- writing -----------------------------------------------------------------------------------------------
@@ -263,10 +257,12 @@ class ReplayBuffer(Facts):
             data = before_storing(data, self.transforms, self.storage.not_compared, final)
         if isinstance(data, LazyStackedTensorDict) and not listed:
             data = dense(data)
+
         if isinstance(data, TensorDictBase) and (not data.batch_dims or data.get(MASK, None) is not None):
             check_rows(data, self.storage.ndim)
         if self.storage.ndim > 1:
             data = self.storage.lay_flat(data, self.dim_extend, self.started)
+
         return self._write(data, final, update_priority is not False)
 
     def add(self, data: Any) -> int:
@@ -278,6 +274,7 @@ class ReplayBuffer(Facts):
         flat = isinstance(kind, TensorDicts) and not kind.inner
         if isinstance(data, TensorDictBase) and data.batch_dims and flat:
             raise ValueError(f"add takes one row of batch size [], got {list(data.batch_size)}: use extend")
+
         return int(self.extend(self.storage.batch_of_one(data))[0])
 
     def _write(self, data: Any, final: TensorDictBase | None, prioritize: bool = True) -> Tensor:
@@ -315,26 +312,21 @@ class ReplayBuffer(Facts):
         needs_index = self._needs_index()
         if needs_index is not None and getattr(data, SCALED, False):
             warn_of_scales(stacklevel=4)
-        self.markers = None
 
+        self.markers = None
         if isinstance(data, TensorDictBase):
             self.markers = self.sampler.boundary_keys(data)
             if self.markers is None and needs_index is not None:
                 # If only compact_obs needs the index, trajectories are not tracked, and rows may come in any order.
-                followed = self.sampler.needs_index or any(map(reads_others, self.transforms))
-                self.markers = replace(BoundaryKeys.probe(data), in_order=followed)
-
+                in_order = self.sampler.needs_index or any(map(needs_trajectory, self.transforms))
+                self.markers = replace(BoundaryKeys.probe(data), in_order=in_order)
             if self.markers is not None and data.batch_dims != 1:
-                raise not_flat(data)
+                raise not_flat_error(data)
         elif (needs_index is not None and not self.storage.compact_obs) or self.sampler.freshness:
-            if needs_index:
-                subject = "trajectories"
-            else:
-                subject = "policy versions"
-
+            part = needs_index or "max_policy_lag"
+            followed = "trajectories" if needs_index else "policy versions"
             raise TypeError(
-                f"{needs_index or 'max_policy_lag'} follows {subject}, "
-                f"which needs tensordict batches, got {type(data).__name__}"
+                f"{part} follows {followed}, which needs tensordict batches, got {type(data).__name__}"
             )
 
         return self.writer.ring(self.storage.capacity, self.markers is not None)
@@ -349,18 +341,18 @@ class ReplayBuffer(Facts):
         sampler = self.sampler
         count = rows.count
         fragments = rows.fragments
-
         # May raise, so do it before other rows are dropped.
         links = storage.link(ring, rows, self.markers)
 
+        chosen = None
+        first = 0
         with self.lock:  # from here on, rows about to be overwritten are not drawn
             if self.writer.stateful:
                 chosen = self.writer.choose(ring, rows)
-            else:
-                chosen = None
-            first = ring.claim(count) if chosen is None else 0
-            if chosen is None and sampler.follows_writes:
-                sampler.claimed(ring, first, count)
+            if chosen is None:
+                first = ring.claim(count)
+                if sampler.follows_writes:
+                    sampler.claimed(ring, first, count)
 
         if chosen is not None:  # the writer has excluded these slots from draws
             at, slots = chosen
@@ -372,15 +364,16 @@ class ReplayBuffer(Facts):
         slot = first % ring.capacity  # row r goes to slot r modulo the capacity
         if isinstance(ring, TrajectoryIndex) and fragments is not None and links is not None:
             if not filled:
+                after = None
                 if storage.shares:
-                    following = links.after(fragments.firsts)
-                else:
-                    following = None
-                storage.write(slot, rows, following)
+                    after = links.after(fragments.firsts)
+                storage.write(slot, rows, after)
 
-            entries = released = None
+            entries = None
+            released = None
             if storage.compact_obs:
                 entries, released = storage.keep_next(ring, rows, links, first)
+
             with self.lock:
                 ring.enter(fragments, links.before, entries, released)
                 if sampler.follows_writes:
@@ -415,11 +408,14 @@ class ReplayBuffer(Facts):
         self.writer.check_change(data)
         if self._prefetcher is not None:
             self._prefetcher.read_all()
+
         with self.write_lock:
             slots = slots_at(index, self.ring, self.storage.lanes)
             draw = self.ring.draw_slots(slots.reshape(-1), strict=True, follow=self.storage.compact_obs)
+
             for saved in self.saves.folders.values():  # the next save must write these rows again
                 saved.note_edit(self.ring.numbers(draw.slots, self.ring.head))
+
             self.storage.write_drawn(draw, data, slots.shape, self.markers)
 
     def empty(self) -> None:
@@ -427,6 +423,7 @@ class ReplayBuffer(Facts):
         self._enter_to_write()
         if self._prefetcher is not None:
             self._prefetcher.wait()
+
         with self.write_lock:
             with self.lock:
                 self._count_by(self._empty_ring())
@@ -450,10 +447,11 @@ class ReplayBuffer(Facts):
             IndexError: a position outside the storage.
         """
         self._enter_to_write()
-        slots = slots_of(index, self.storage.lanes)
+        slots = find_slots(index, self.storage.lanes)
         priorities = as_numbers("priority", priority)
         if generation is not None:
-            need_tensors(generation=generation)
+            check_tensors(generation=generation)
+
         with self.lock:
             self.sampler.update_priority(self.ring, slots, priorities, generation)
 
@@ -461,7 +459,7 @@ class ReplayBuffer(Facts):
         """Reset the priorities of rows to that of new rows; does nothing for samplers without priorities."""
         self._enter_to_write()
         with self.lock:
-            self.sampler.mark_update(self.ring, slots_of(index, self.storage.lanes))
+            self.sampler.mark_update(self.ring, find_slots(index, self.storage.lanes))
 
     # -- reading -----------------------------------------------------------------------------------------------
 
@@ -484,10 +482,11 @@ class ReplayBuffer(Facts):
             ValueError: the batch size is missing or does not fit the sampler.
         """
         if return_info is not False and return_info is not True:
-            flags(return_info=return_info)
+            check_flags(return_info=return_info)
+
         sample, info, _ = self.next_sample(batch_size)
         if return_info:
-            return (sample, info)
+            return sample, info
         return sample
 
     def __iter__(self) -> Iterator[Any]:
@@ -501,17 +500,18 @@ class ReplayBuffer(Facts):
         """Return the oldest prefetched sample or a new one: the sample, its info, and whether a pass ended."""
         if self._ready_in != os.getpid():
             self.enter_process()
+
         size = self.batch_size if batch_size is None else batch_size
         if size is not None and (type(size) is not int or not 0 < size < 2**63):
-            size = whole_number("batch_size", size)
-
+            size = check_whole_number("batch_size", size)
         size = self.sampler.check(size)
+
         # Prefetched samples have the buffer's batch size; other sizes are drawn directly.
         if not (self._prefetcher and (batch_size is None or size == self.sampler.check(self.batch_size))):
             read, finish = self._draw_sample(size)
             return finish(read())
-        made: Made = self._prefetcher.next(partial(self._draw_sample, size))
 
+        made: Made = self._prefetcher.next(partial(self._draw_sample, size))
         return made
 
     def _draw_sample(self, size: int) -> tuple[Callable[[], Drawn], Callable[[Drawn], Made]]:
@@ -520,6 +520,7 @@ class ReplayBuffer(Facts):
             ring = self.ring
             draw = self._draw(ring, size)
             ended = self.sampler.ran_out
+
         read = partial(self.read_drawn, ring, draw, partial(self._draw, size=size), self._gather)
         return read, partial(self._finish_sample, ended)
 
@@ -531,10 +532,11 @@ class ReplayBuffer(Facts):
             draw = ring.draw_slots(slots, strict, self.storage.compact_obs)
 
         if self.transforms and isinstance(ring, TrajectoryIndex):
-            steps = max(map(looks_ahead, self.transforms))
+            steps = max(map(lookahead, self.transforms))
             if steps:
                 draw.ahead = ring.ahead(draw.slots, steps)
-            chooser = chooser_of(self.transforms)
+
+            chooser = row_chooser(self.transforms)
             if chooser is not None:
                 draw.chosen = ring.choose(draw, partial(chooser.choose, generator=self.generator))
 
@@ -542,31 +544,26 @@ class ReplayBuffer(Facts):
 
     def _finish_sample(self, ended: bool, drawn: Drawn) -> Made:
         """Mark the rows and apply the transforms."""
+        draw, values = drawn
         storage = self.storage
-        (draw, values) = drawn
-        if storage.lanes:
-            index = positions(draw.slots, storage.lanes)
-        else:
-            index = draw.slots
+        index = positions(draw.slots, storage.lanes) if storage.lanes else draw.slots
         info = {"index": index, **draw.info}
+
         structure = storage.structure
-        shape = draw.slots.shape
         if isinstance(structure, TensorDicts):
             self.sampler.mark(values, draw)
-
         values = self._inform(values, info)
-        listed = isinstance(storage, ListStorage)
-        if structure is None:
-            data = values
-        else:
-            data = structure.build(values, shape)
 
+        shape = draw.slots.shape
+        data = values if structure is None else structure.build(values, shape)
         if self.collate_fn is not None:
             data = self.collate_fn(data)
-        elif listed:
+        elif isinstance(storage, ListStorage):
             data = storage.build(values, shape)
+
         for transform in self.transforms:
             data = apply(transform, data, draw.ends)
+
         return data, info, ended
 
     def read_drawn(
@@ -604,21 +601,18 @@ class ReplayBuffer(Facts):
         if isinstance(index, str) or (isinstance(index, tuple) and index and isinstance(index[0], str)):
             names = (index,) if isinstance(index, str) else index
             if names[0] == "_data" and len(names) > 1:
-                path = names[1:]
-            else:
-                path = names
-            return entry(self[:], path)
+                names = names[1:]
+            return entry(self[:], names)
 
         self.enter_process()
         slots = slots_at(index, self.ring, self.storage.lanes)
         strict = not isinstance(index, slice)
         draw_again = partial(self._draw, slots=slots.reshape(-1), strict=strict)
-
         with self.lock:
             ring = self.ring
             draw = draw_again(ring)
-
         draw, values = self.read_drawn(ring, draw, draw_again, self._gather)
+
         rows = draw.slots
         listed = isinstance(self.storage, ListStorage)
         if listed and slots.ndim == 0:
@@ -628,10 +622,7 @@ class ReplayBuffer(Facts):
         numbers = ring.numbers(rows, draw.version[0])
         ends[:-1] = numbers[1:] != numbers[:-1] + 1  # True where the next row was not written directly after
 
-        if listed:
-            data = values
-        else:
-            data = self.storage.build(values, rows.shape)
+        data = values if listed else self.storage.build(values, rows.shape)
         for transform in self.transforms:
             data = apply(transform, data, lambda: ends)
         if listed:
@@ -648,11 +639,15 @@ class ReplayBuffer(Facts):
             return values
 
         def get(slots: Tensor, keys: Iterable[NestedKey] | None = None) -> Any:
-            asked = None if keys is None else frozenset(keys)
+            asked = None
+            if keys is not None:
+                asked = frozenset(keys)
+
             follow = None
             if self.storage.needs_follow(asked):
                 with self.lock:
                     follow = ring.follow(slots)
+
             return self.storage.read_rows(slots, follow, keys=asked)
 
         return read_others(self.transforms, values, draw.ahead, draw.chosen, get)
@@ -681,12 +676,14 @@ class ReplayBuffer(Facts):
 
         row: Any = make_composite_from_td(self[:1], unsqueeze_null_shapes=False)[0]
         spec: Composite = row.expand(-1)
-        leaves = () if self.noted_spec is None else self.noted_spec.items(True, True)
+        if self.noted_spec is None:
+            return spec
 
-        for key, noted in leaves:
+        for key, noted in self.noted_spec.items(True, True):
             read = spec.get(key, None)
             if read is not None and (read.shape, read.dtype) == (noted.shape, noted.dtype):
                 spec[key] = noted
+
         return spec
 
     @property
@@ -702,15 +699,14 @@ class ReplayBuffer(Facts):
 
         Copies and pickles keep the spec; saved states do not, so call it again after a load.
         """
-        self.noted_spec = expect("spec", spec, Composite, "a Composite such as collector.spec")
+        self.noted_spec = check_type("spec", spec, Composite, "a Composite such as collector.spec")
 
     def noted_space(self, key: NestedKey) -> Any:
         """Return the Gymnasium space of one row of an entry from `note_spec`; None if unknown."""
         if self.noted_spec is None:
-            spec = None
-        else:
-            spec = self.noted_spec.get(key, None)
+            return None
 
+        spec = self.noted_spec.get(key, None)
         if spec is None:
             return None
         return as_space(spec[0])
@@ -727,6 +723,7 @@ class ReplayBuffer(Facts):
         lanes = self.storage.lanes.numel()
         with self.lock:
             slots = self.ring.stored()
+
         return self[slots[::lanes] // lanes]  # slot = step * lanes + lane
 
     def stats(self) -> dict[str, int | float]:
@@ -750,7 +747,6 @@ class ReplayBuffer(Facts):
                 "bytes_saved": storage.bytes_saved,
                 **storage.counts(),
             }
-
             if isinstance(ring, TrajectoryIndex):
                 numbers["bytes"] += ring.nbytes
                 numbers["trajectories"] = ring.trajectories
@@ -764,16 +760,24 @@ class ReplayBuffer(Facts):
 
     def _facts(self) -> dict[str, Any]:
         """Return what a notebook shows: the statistics, and the parts with their options."""
-        parts = {"storage": self.storage, "sampler": self.sampler, "writer": type(self.writer).__name__}
-        transforms = ", ".join(map(repr, self.transforms)) or None
         stats = self.stats()
-        facts = {**stats, **parts, "transforms": transforms, "batch_size": self.batch_size}
+        facts = {
+            **stats,
+            "storage": self.storage,
+            "sampler": self.sampler,
+            "writer": type(self.writer).__name__,
+            "transforms": ", ".join(map(repr, self.transforms)) or None,
+            "batch_size": self.batch_size,
+        }
         rows = f"{facts.pop('rows'):,} of {facts.pop('capacity'):,}"
         hidden = {name for name in ("bytes", "bytes_per_row", "bytes_saved") if not facts[name]}
         hidden |= set(torchrl_names(stats))
-        shown = {name: facts[name] for name in facts if facts[name] is not None and name not in hidden}
 
-        return {"": f"{rows} rows"} | {n: f"{f:,}" if isinstance(f, int) else f for n, f in shown.items()}
+        shown: dict[str, Any] = {"": f"{rows} rows"}
+        for name, fact in facts.items():
+            if fact is not None and name not in hidden:
+                shown[name] = f"{fact:,}" if isinstance(fact, int) else fact
+        return shown
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -784,10 +788,12 @@ class ReplayBuffer(Facts):
         with it (except for custom objects in a `ListStorage`). It does not contain transforms.
         """
         self.enter_process()
-        ahead = self.made_ahead()
+        ahead = self.prefetched()
+
         with self.write_lock, self.lock:
             rows = self.storage.state_dict(self.ring.used, self.ring.pool_size)
             tables = self.tables(ahead)
+
         return tables | {"storage": rows} | {name: to_plain(tables[name]) for name in ("ring", "ahead")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -806,7 +812,7 @@ class ReplayBuffer(Facts):
                 inconsistent).
             MemoryError, OSError: the storage had no rows yet, and they do not fit in memory or on the disk.
         """
-        expect("state", state, Mapping, "what state_dict returned")
+        check_type("state", state, Mapping, "what state_dict returned")
         self._load(dict(state))
 
     def _load(self, state: dict[str, Any], ring: Ring | None = None, checked_for: Ring | None = None) -> None:
@@ -814,7 +820,7 @@ class ReplayBuffer(Facts):
         self.enter_process()
         if self._prefetcher is not None:
             self._prefetcher.wait()  # pending reads of rows that will be overwritten must finish first
-        state = _tables_of(state)
+        state = _convert_tables(state)
 
         with self.write_lock, self.lock:
             if ring is None or checked_for is not self.ring:
@@ -823,15 +829,14 @@ class ReplayBuffer(Facts):
 
             # Sampler and writer first: a custom one may refuse its state, and rows cannot be rolled back.
             before = self.sampler.state_dict(), self.writer.state_dict()
-
             try:
                 if state["ring"] is None:
                     self.sampler.emptied()
                 self.sampler.load_state_dict(state["sampler"])
                 self.writer.load_state_dict(state["writer"])
+
                 keys = state["keys"]
                 first = not self.started
-
                 if state["ring"] is None:
                     self._count_by(ring)
                 else:
@@ -841,14 +846,10 @@ class ReplayBuffer(Facts):
                     elif not self.storage.loads_whole:
                         # Prevent readers, also in other processes, from seeing a mixture of old and new rows.
                         self._count_by(self.writer.ring(ring.capacity, keys is not None))
-
                     self.storage.load_state_dict(state["storage"])
                     self.storage.use_ring(ring, self._unshareable_part(ring), first)
-                    if keys is None:
-                        markers = None
-                    else:
-                        markers = BoundaryKeys.from_plain(keys)
-                    self.ring, self.markers = ring, markers
+                    markers = None if keys is None else BoundaryKeys.from_plain(keys)
+                    self.ring, self.markers = ring, markers  # together: an interrupt must not come between
                     self.started = True
             except BaseException:
                 self.sampler.load_state_dict(before[0])
@@ -902,9 +903,9 @@ class ReplayBuffer(Facts):
         >>> other[:]
         tensor([0, 1, 2])
         """
-        flags(sync=sync, overwrite=overwrite, wait=wait)
-        options = SaveOptions(sync, whole_number("keep", keep), overwrite)
-        folder = file_path("path", path).absolute()
+        check_flags(sync=sync, overwrite=overwrite, wait=wait)
+        options = SaveOptions(sync, check_whole_number("keep", keep), overwrite)
+        folder = check_path("path", path).absolute()
         self.saves.dumps(partial(self.save_version, folder, {}, options), wait)
 
     def loads(
@@ -926,10 +927,11 @@ class ReplayBuffer(Facts):
             ValueError: the storage's capacity, kind or entries differ (the message says how to load it anyway), files
                 are damaged, or the folder is from a later version of the package.
         """
-        flags(strict=strict)
+        check_flags(strict=strict)
         if version is not None:
-            whole_number("version", version)
-        folder = file_path("path", path)
+            check_whole_number("version", version)
+
+        folder = check_path("path", path)
         self.saves.join()
         _, apply = self.load_version(folder, version, strict)
         apply()
@@ -965,18 +967,15 @@ class ReplayBuffer(Facts):
         self._store_steps()
         packer = Packer()
         packer.add("others", dict(others))  # refuse unsupported values before writing rows
-        checkpointer = checkpointer_of(self.storage)
+        checkpointer = find_checkpointer(self.storage)
 
         # Block writers until everything is copied, because they may write rows out of order, or the first
         # rows with a new ring.
         alone = not self.ring.in_order or not self.started
-        ahead = self.made_ahead() if alone else []
-        if alone:
-            lock = self.write_lock
-        else:
-            lock = nullcontext()
-
-        with lock:
+        ahead = self.prefetched() if alone else []
+        outer_lock = self.write_lock if alone else nullcontext()
+        inner_lock = nullcontext() if alone else self.write_lock
+        with outer_lock:
             ring = self.ring
 
             def rows() -> tuple[int, int]:
@@ -987,19 +986,13 @@ class ReplayBuffer(Facts):
                 save.begin(rows)
                 if not alone:
                     # Without a lock, because the prefetching threads may wait for it.
-                    ahead = self.made_ahead()
+                    ahead = self.prefetched()
 
-                if alone:
-                    lock = nullcontext()
-                else:
-                    lock = self.write_lock
-
-                with lock:
+                with inner_lock:
                     if ring is not self.ring:
                         raise RuntimeError(
                             "the buffer was emptied or loaded while it was saved: nothing was saved"
                         )
-
                     head, end = ring.saved_rows
                     save.hold(head, end)
                     with self.lock:  # the readers' lock as well, because a draw changes the sampler
@@ -1011,7 +1004,7 @@ class ReplayBuffer(Facts):
     def load_version(self, path: Path, number: int | None, strict: bool) -> tuple[Others, Apply]:
         """Read and check a version; return the values saved with the buffer, and a function that loads the rest."""
         self.enter_process()
-        checkpointer = checkpointer_of(self.storage)
+        checkpointer = find_checkpointer(self.storage)
         saved = self.saves.of(path)
 
         @reading_tables()
@@ -1031,12 +1024,15 @@ class ReplayBuffer(Facts):
 
             with self.write_lock, self.lock:
                 ring = self._saved_ring(state)
+
             if state["ring"] is not None:
                 tables = state["storage"]
                 state["storage"] = checkpointer.restore_version(self.storage, tables, version, ring)
+
             return tree["others"], state, ring
 
         (others, state, ring), folder = checkpointer.load_with(self.storage, path, read, number, strict)
+
         try:
             with self.write_lock, self.lock:
                 self._check_state(state, ring)
@@ -1047,11 +1043,8 @@ class ReplayBuffer(Facts):
 
         def apply() -> None:
             # If the state is empty, the ring continues the row numbers of the buffer that loads it.
-            if state["ring"] is None:
-                loaded = None
-            else:
-                loaded = ring
-            self._load(state, loaded, checked_for)
+            checked = None if state["ring"] is None else ring
+            self._load(state, checked, checked_for)
             saved.folder = folder
             saved.note(self.ring)
 
@@ -1059,24 +1052,13 @@ class ReplayBuffer(Facts):
 
     def saved_versions(self, path: Path) -> list[int]:
         """Return the numbers of the versions in a folder, the newest first."""
-        return checkpointer_of(self.storage).versions(path)
+        return find_checkpointer(self.storage).versions(path)
 
     def tables(self, ahead: list[Any]) -> dict[str, Any]:
         """Return the state without the rows; ``ahead`` are prefetched samples. The caller holds both locks."""
-        if self.started:
-            ring = self.ring.state_dict()
-        else:
-            ring = None
-
-        if self.markers is None:
-            keys = None
-        else:
-            keys = self.markers.to_plain()
-
-        if self.generator is None:
-            generator = None
-        else:
-            generator = self.generator.get_state()
+        ring = self.ring.state_dict() if self.started else None
+        keys = None if self.markers is None else self.markers.to_plain()
+        generator = None if self.generator is None else self.generator.get_state()
 
         return {
             "storage": self.storage.tables(self.ring.pool_size),
@@ -1088,7 +1070,7 @@ class ReplayBuffer(Facts):
             "ahead": ahead,
         }
 
-    def made_ahead(self) -> list[Any]:
+    def prefetched(self) -> list[Any]:
         """Return copies of the prefetched samples; waits for pending ones."""
         if self._prefetcher is None:
             return []
@@ -1096,7 +1078,7 @@ class ReplayBuffer(Facts):
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise the error of :meth:`load_state_dict` if ``state`` cannot be loaded; change nothing."""
-        state = _tables_of(state)
+        state = _convert_tables(state)
         with self.write_lock, self.lock:
             self._check_state(state)
 
@@ -1109,18 +1091,17 @@ class ReplayBuffer(Facts):
             )
 
         check_saved_generator(state["generator"], self.generator, "buffer")
-
         for made in state.get("ahead", []):
             if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[1], dict)):
                 raise damaged("its prefetched samples are invalid")
-
         if state["keys"] is not None:
             BoundaryKeys.from_plain(state["keys"])
-        ring = self._saved_ring(state) if ring is None else ring
+
+        if ring is None:
+            ring = self._saved_ring(state)
         if state["ring"] is not None:
             self.storage.check_state_dict(state["storage"], ring)
         self.sampler.check_state_dict(state["sampler"], ring)
-
         return ring
 
     def _saved_ring(self, state: dict[str, Any]) -> Ring:
@@ -1135,9 +1116,9 @@ class ReplayBuffer(Facts):
                 "like the saved one, and extend this buffer with other.oldest_first()"
             )
 
-        capacity = whole_number("capacity", state["ring"]["capacity"])
+        capacity = check_whole_number("capacity", state["ring"]["capacity"])
         if capacity > self.storage.most_rows:  # before allocating tables of that size
-            raise other_capacity(capacity, self.storage.max_size)
+            raise other_capacity_error(capacity, self.storage.max_size)
 
         ring = self.writer.ring(capacity, state["keys"] is not None)
         ring.load_state_dict(state["ring"])
@@ -1147,7 +1128,7 @@ class ReplayBuffer(Facts):
     def _empty_ring(self) -> Ring:
         """Return an empty ring whose numbers continue after all written rows; the next row goes to slot 0."""
         ring = self.ring
-        capacity = self.ring.capacity
+        capacity = ring.capacity
         # The new first row number: `written` rounded up to a multiple of the capacity, so that no number is reused.
         return self.writer.ring(capacity, self.index is not None, -(-ring.written // capacity) * capacity)
 
@@ -1162,12 +1143,12 @@ class ReplayBuffer(Facts):
         if self.sampler.needs_index:
             return type(self.sampler).__name__
 
-        ahead = (type(transform).__name__ for transform in self.transforms if reads_others(transform))
+        for transform in self.transforms:
+            if needs_trajectory(transform):
+                return type(transform).__name__
         if self.storage.compact_obs:
-            option = "compact_obs=True"
-        else:
-            option = None
-        return next(ahead, option)
+            return "compact_obs=True"
+        return None
 
     def _unshareable_part(self, ring: Ring) -> str | None:
         """Return the name of the part whose state other processes cannot see (for errors), or None."""
@@ -1178,6 +1159,7 @@ class ReplayBuffer(Facts):
         if type(ring) is not Ring:
             names.append(type(ring).__name__)
         name = next(iter(names), self.storage.own_column)
+
         if name is None:
             return None
         return f"a {name}"
@@ -1227,15 +1209,20 @@ class ReplayBuffer(Facts):
         self.lock = threading.Lock()  # guards the bookkeeping: held for microseconds
         # Serialises the writers of all processes. Acquired before ``lock``, never after it.
         self.write_lock = self.storage.write_lock()
-        self._prefetcher: Prefetcher[Any] | None = Prefetcher(self.prefetch) if self.prefetch else None
-        if self._prefetcher is not None and ahead:
-            self._prefetcher.replace(ahead)
+
+        self._prefetcher: Prefetcher[Any] | None = None
+        if self.prefetch:
+            self._prefetcher = Prefetcher(self.prefetch)
+            if ahead:
+                self._prefetcher.replace(ahead)
 
         # The process that created these locks, and the process that enter_process was called for.
-        self._process = self._ready_in = os.getpid()
+        process = os.getpid()
+        self._process = process
+        self._ready_in = process
+
         # Raises an error of the thread that writes into the buffer.
         self._failure: Callable[[], Any] | None = None
-
         # Step writers that may hold waiting steps.
         self.step_writers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.storage.attach(self)
@@ -1262,6 +1249,7 @@ class ReplayBuffer(Facts):
 
         self._ready_in = process
         reseed_in_worker(self.generator)
+
         tell = self._failure
         self._failure = None
         if tell is not None:
@@ -1272,6 +1260,7 @@ class ReplayBuffer(Facts):
         process = os.getpid()
         if self._ready_in != process:
             self.enter_process()
+
         if self._home != process and not self.storage.by_reference:
             raise RuntimeError(
                 f"this buffer belongs to process {self._home}, which would not see what process {process} writes: "
@@ -1298,22 +1287,23 @@ class ReplayBuffer(Facts):
         """
         self.enter_process()
         self._store_steps()
-        ahead = self.made_ahead()
+        ahead = self.prefetched()
+
         state = {name: value for name, value in self.__dict__.items() if name not in _PER_PROCESS}
         state["ahead"] = ahead
         if get_spawning_popen() is not None:  # passed as an argument to a new process
             state["_home"] = self._home
+
         if self.storage.by_reference:
             return state
         # pickle reads the parts after the locks have been released, so it gets copies.
         return state | self._copy_written({id(self): self})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        ahead = state.get("ahead", [])
-        self.__dict__.update(
-            {"_home": os.getpid()} | {name: x for name, x in state.items() if name != "ahead"}
-        )
-        self._make_locks(ahead)
+        kept = {name: value for name, value in state.items() if name != "ahead"}
+        self._home = os.getpid()  # unless it is in the state
+        self.__dict__.update(kept)
+        self._make_locks(state.get("ahead", []))
 
         # A DataLoader worker can be recognised only at the first use: unpickling happens too early.
         self._ready_in = 0
@@ -1323,15 +1313,17 @@ class ReplayBuffer(Facts):
         """Return a consistent copy, even while other threads write; see `__getstate__`."""
         self.enter_process()
         self._store_steps()
-        ahead = self.made_ahead()
-        other = memo[id(self)] = object.__new__(type(self))
+        ahead = self.prefetched()
+
+        other = object.__new__(type(self))
+        memo[id(self)] = other
         other.__dict__.update(self._copy_written(memo))
         rest = self.__dict__.keys() - {*_WRITTEN, *_PER_PROCESS}
         other.__dict__.update(copy.deepcopy({name: self.__dict__[name] for name in rest}, memo))
+
         other._home = os.getpid()
         other._make_locks(ahead)
         other.storage.reattach(other.ring)
-
         return other
 
     def _store_steps(self) -> None:
@@ -1353,6 +1345,16 @@ class ReplayBuffer(Facts):
         pickle_by_value(cls)
 
 
+def _check_parts(storage: Storage | None, sampler: Sampler | None, writer: Writer | None) -> None:
+    """Raise TypeError if a part given to a buffer is not of its kind."""
+    if storage is not None:
+        check_type("storage", storage, Storage, "a storage such as LazyTensorStorage(max_size)")
+    if sampler is not None:
+        check_type("sampler", sampler, Sampler, "a sampler such as RandomSampler()")
+    if writer is not None:
+        check_type("writer", writer, Writer, "a writer such as RoundRobinWriter()")
+
+
 def torchrl_names(numbers: dict[str, int | float]) -> dict[str, int | float]:
     """Return torchrl's names of these statistics."""
     rows = numbers["rows"]
@@ -1360,7 +1362,7 @@ def torchrl_names(numbers: dict[str, int | float]) -> dict[str, int | float]:
     return {"size": rows, "write_count": numbers["rows_written"], "utilization": rows / capacity}
 
 
-def _tables_of(state: dict[str, Any]) -> dict[str, Any]:
+def _convert_tables(state: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict with its tables in the form that the buffer's parts expect."""
     found = state | {name: from_plain(state[name]) for name in ("ring", "ahead") if name in state}
     if not isinstance(found.get("ring"), dict | None):

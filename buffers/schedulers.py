@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll.buffers.replay_buffer import ReplayBuffer
-from flatroll.layout.checks import expect, function, number, one_of, whole_number
+from flatroll.layout.checks import check_choice, check_function, check_number, check_type, check_whole_number
 
 
 class ParameterScheduler(ABC):
@@ -31,21 +31,27 @@ class ParameterScheduler(ABC):
     def __init__(
         self, obj: Any, param_name: str, min_value: float | None = None, max_value: float | None = None
     ) -> None:
-        if min_value is not None:
-            number("min_value", min_value, below=math.inf)
-        if max_value is not None:
-            number("max_value", max_value, above=-math.inf)
-        if min_value is not None and max_value is not None and min_value > max_value:
+        if min_value is None:
+            min_value = -math.inf
+        else:
+            check_number("min_value", min_value, below=math.inf)
+        if max_value is None:
+            max_value = math.inf
+        else:
+            check_number("max_value", max_value, above=-math.inf)
+        if min_value > max_value:
             raise ValueError(f"min_value must be at most max_value, got {min_value} and {max_value}")
 
-        self.obj = obj.sampler if isinstance(obj, ReplayBuffer) else obj
-        self.param_name = expect("param_name", param_name, str, "the name of an attribute")
+        if isinstance(obj, ReplayBuffer):
+            obj = obj.sampler
+        self.obj = obj
+        self.param_name = check_type("param_name", param_name, str, "the name of an attribute")
         if not hasattr(self.obj, param_name):
             raise AttributeError(f"obj must have an attribute {param_name!r}, got {type(self.obj).__name__}")
 
-        self.min_value = -math.inf if min_value is None else min_value
-        self.max_value = math.inf if max_value is None else max_value
-        self.initial_value = float(number(param_name, getattr(self.obj, param_name)))
+        self.min_value = min_value
+        self.max_value = max_value
+        self.initial_value = float(check_number(param_name, getattr(self.obj, param_name)))
         self.steps = 0
 
     @abstractmethod
@@ -56,9 +62,10 @@ class ParameterScheduler(ABC):
         """Set the next value."""
         self.steps += 1
         current = getattr(self.obj, self.param_name)
-        value = min(max(self.value(float(current)), self.min_value), self.max_value)
-        new = current.new_tensor(value) if isinstance(current, Tensor) else value
-        setattr(self.obj, self.param_name, new)
+        value: Any = min(max(self.value(float(current)), self.min_value), self.max_value)
+        if isinstance(current, Tensor):
+            value = current.new_tensor(value)
+        setattr(self.obj, self.param_name, value)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the steps so far and the initial value; the attribute itself is part of its object's state."""
@@ -92,7 +99,7 @@ class LambdaScheduler(ParameterScheduler):
         max_value: float | None = None,
     ) -> None:
         super().__init__(obj, param_name, min_value, max_value)
-        self.lambda_fn = function("lambda_fn", lambda_fn, "a function of the number of steps")
+        self.lambda_fn = check_function("lambda_fn", lambda_fn, "a function of the number of steps")
 
     @override
     def value(self, current: float) -> float:
@@ -120,8 +127,8 @@ class LinearScheduler(ParameterScheduler):
 
     def __init__(self, obj: Any, param_name: str, final_value: float, num_steps: int) -> None:
         super().__init__(obj, param_name)
-        self.final_value = float(number("final_value", final_value, above=-math.inf, below=math.inf))
-        self.num_steps = whole_number("num_steps", num_steps)
+        self.final_value = float(check_number("final_value", final_value, above=-math.inf, below=math.inf))
+        self.num_steps = check_whole_number("num_steps", num_steps)
 
     @override
     def value(self, current: float) -> float:
@@ -159,9 +166,9 @@ class StepScheduler(ParameterScheduler):
         max_value: float | None = None,
     ) -> None:
         super().__init__(obj, param_name, min_value, max_value)
-        self.gamma = float(number("gamma", gamma, above=-math.inf, below=math.inf))
-        self.n_steps = whole_number("n_steps", n_steps)
-        self.mode = one_of("mode", mode, ("multiplicative", "additive"))
+        self.gamma = float(check_number("gamma", gamma, above=-math.inf, below=math.inf))
+        self.n_steps = check_whole_number("n_steps", n_steps)
+        self.mode = check_choice("mode", mode, ("multiplicative", "additive"))
 
     @override
     def value(self, current: float) -> float:
@@ -187,10 +194,13 @@ class SchedulerList:
     """
 
     def __init__(self, schedulers: ParameterScheduler | Iterable[ParameterScheduler]) -> None:
-        several = [schedulers] if isinstance(schedulers, ParameterScheduler) else schedulers
-        self.schedulers = list(expect("schedulers", several, (Sequence, Iterator), "a list of schedulers"))
+        if isinstance(schedulers, ParameterScheduler):
+            schedulers = [schedulers]
+        self.schedulers = list(
+            check_type("schedulers", schedulers, (Sequence, Iterator), "a list of schedulers")
+        )
         for scheduler in self.schedulers:
-            expect("each of schedulers", scheduler, ParameterScheduler, "a ParameterScheduler")
+            check_type("each of schedulers", scheduler, ParameterScheduler, "a ParameterScheduler")
 
     def append(self, scheduler: ParameterScheduler) -> None:
         """Add a scheduler."""

@@ -18,7 +18,7 @@ from flatroll.buffers.storages.list import ListStorage
 from flatroll.buffers.storages.storage import Rows, Storage
 from flatroll.buffers.transforms.transform import TransformLike
 from flatroll.buffers.writers import TensorDictRoundRobinWriter, Writer, check_tensordicts, has_priorities
-from flatroll.layout.checks import expect, need_keys
+from flatroll.layout.checks import check_keys, check_type
 from flatroll.layout.keys import NestedKey
 
 _INDEX = "index"
@@ -79,7 +79,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         sampler: Sampler | None = None,
         **options: Unpack[Options],
     ) -> None:
-        need_keys(priority_key=priority_key)
+        check_keys(priority_key=priority_key)
         self.priority_key = priority_key
         if options.get("writer") is None:
             options["writer"] = TensorDictRoundRobinWriter()
@@ -95,6 +95,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         # Checked before rows are stored.
         priorities = self._given_priorities(rows) if prioritize else []
         slots = super()._store(ring, rows, filled, prioritize)
+
         with self.lock:
             for part, priority in priorities:
                 self.sampler.update_priority(ring, slots[part], priority, None)
@@ -105,15 +106,17 @@ class TensorDictReplayBuffer(ReplayBuffer):
         if not has_priorities(self.sampler):
             return []
 
+        priorities = []
         column = rows.columns.get(self.priority_key)
-        priorities = [] if column is None else [(slice(None), column)]
-
+        if column is not None:
+            priorities.append((slice(None), column))
         for i, item in enumerate(rows.items):  # with a ListStorage each item may have one
-            if (value := item.get(self.priority_key, None)) is not None:
+            value = item.get(self.priority_key, None)
+            if value is not None:
                 priorities.append((slice(i, i + 1), value[None]))
 
         for part, priority in priorities:
-            if not bool(((priority >= 0) & (priority < math.inf)).all()):
+            if not ((priority >= 0) & (priority < math.inf)).all():
                 raise ValueError(
                     f"batch[{self.priority_key!r}] must be finite and not negative, got "
                     f"{float(priority.min())} ... {float(priority.max())} in rows "
@@ -160,7 +163,6 @@ class TensorDictReplayBuffer(ReplayBuffer):
         index = data.get(_INDEX, None)
         priority = data.get(self.priority_key, None)
         generation = data.get(_GENERATION, None)
-
         if index is None or priority is None:
             missing = _INDEX if index is None else self.priority_key
             raise KeyError(
@@ -176,6 +178,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
             inner = len(structure.inner)
         elif isinstance(self.storage, ListStorage) and index.numel():
             inner = len(self.storage.read_rows(index.reshape(-1)[:1])[0].batch_size)
+
         dims = data.batch_dims - inner
         if dims < 0:
             raise ValueError(
@@ -183,11 +186,11 @@ class TensorDictReplayBuffer(ReplayBuffer):
                 "the sample in its original shape"
             )
 
-        self.update_priority(
-            _one_each(index, dims, inner),
-            priority.reshape(math.prod(priority.shape[:dims]), *priority.shape[dims:]),
-            None if generation is None else _one_each(generation, dims, inner),
-        )
+        index = _one_each(index, dims, inner)
+        priority = _one_each(priority, dims, 0)
+        if generation is not None:
+            generation = _one_each(generation, dims, inner)
+        self.update_priority(index, priority, generation)
 
 
 class PrioritizedReplayBuffer(ReplayBuffer):
@@ -218,8 +221,9 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         dtype: torch.dtype = torch.float,
         **options: Unpack[Options],
     ) -> None:
-        storage = ListStorage() if storage is None else storage
-        expect("storage", storage, Storage, "a storage such as LazyTensorStorage(max_size)")
+        if storage is None:
+            storage = ListStorage()
+        check_type("storage", storage, Storage, "a storage such as LazyTensorStorage(max_size)")
         sampler = PrioritizedSampler(storage.most_rows, alpha, beta, eps, dtype)
         super().__init__(storage, sampler=sampler, **options)
 
@@ -256,8 +260,9 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
         reduction: str = "max",
         **options: Unpack[Options],
     ) -> None:
-        storage = ListStorage() if storage is None else storage
-        expect("storage", storage, Storage, "a storage such as LazyTensorStorage(max_size)")
+        if storage is None:
+            storage = ListStorage()
+        check_type("storage", storage, Storage, "a storage such as LazyTensorStorage(max_size)")
         sampler = PrioritizedSampler(storage.most_rows, alpha, beta, eps, reduction=reduction)
         super().__init__(priority_key=priority_key, storage=storage, sampler=sampler, **options)
 
@@ -275,6 +280,7 @@ def _spread(entry: Tensor, inner: torch.Size) -> Tensor:
     """``entry`` ``[N, ...]`` repeated over the batch size ``inner`` of an item: ``[N, *inner, ...]``."""
     if not inner:
         return entry
+
     spread = entry.reshape(len(entry), *[1] * len(inner), *entry.shape[1:])
     return spread.expand(len(entry), *inner, *entry.shape[1:]).contiguous()
 
@@ -287,9 +293,10 @@ def _one_each(entry: Tensor, dims: int, inner: int) -> Tensor:
 
     first = items.flatten(1, inner)[:, 0]
     # All steps of an item must refer to the same stored item.
-    if not bool((items == _spread(first, items.shape[1 : 1 + inner])).all()):
+    if not (items == _spread(first, items.shape[1 : 1 + inner])).all():
         raise ValueError(
             f"data refers to several items of the buffer along its last {inner} batch dimensions, which must belong "
             "to one item: pass the sample in its original shape [N, T]"
         )
+
     return first

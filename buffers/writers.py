@@ -14,7 +14,7 @@ from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.samplers.sampler import Sampler, overrides
 from flatroll.buffers.storages.storage import Rows, Storage
 from flatroll.buffers.transforms.transform import TransformLike, apply_inverses
-from flatroll.layout.checks import one_of
+from flatroll.layout.checks import check_choice
 from flatroll.layout.keys import MASK, REWARD, NestedKey, marker, require, without_next
 
 
@@ -161,8 +161,10 @@ class TensorDictMaxValueWriter(Writer):
     def __init__(
         self, rank_key: NestedKey | None = None, reduction: str = "sum", compilable: bool = False
     ) -> None:
-        self.rank_key: NestedKey = REWARD if rank_key is None else rank_key
-        self.reduction = one_of("reduction", reduction, _REDUCTIONS)
+        if rank_key is None:
+            rank_key = REWARD
+        self.rank_key = rank_key
+        self.reduction = check_choice("reduction", reduction, _REDUCTIONS)
 
     def fits(self, storage: Storage, sampler: Sampler) -> None:
         """Raise ValueError for storages of several dimensions, TypeError for samplers that follow writes."""
@@ -194,7 +196,9 @@ class TensorDictMaxValueWriter(Writer):
     def check(self, batch: object) -> None:
         """Raise TypeError unless ``batch`` is a tensordict or a list of them, KeyError if it has no rank."""
         check_tensordicts(batch, type(self).__name__, "their rank_key is what is compared")
-        items: list[Any] = batch if isinstance(batch, list) else [batch]
+        items: Any = batch
+        if not isinstance(batch, list):
+            items = [batch]
         for item in items:
             require(item, self.rank_key)
 
@@ -210,23 +214,22 @@ class TensorDictMaxValueWriter(Writer):
         """Choose the highest-ranked rows and free slots for them; ValueError if a rank is NaN."""
         assert isinstance(ring, RankedRing)
         # Items of a list may differ in shape and are reduced one by one; columns [N, ...] all at once.
+        # Items of a list may differ in shape and are reduced one by one; columns [N, ...] all at once.
         parts = [item.get(self.rank_key)[None] for item in rows.items]
-
         reduced = []
         for part in parts or [rows.columns[self.rank_key]]:
             values = part.detach().to("cpu", torch.float64)
             if values.ndim > 1:
                 values = getattr(values.flatten(1), _REDUCTIONS[self.reduction])(1)
-            if isinstance(values, Tensor):
-                column = values
-            else:
-                column = values.values
-            reduced.append(column)  # median also returns indices
+            if not isinstance(values, Tensor):  # median also returns indices
+                values = values.values
+            reduced.append(values)
 
         ranks = torch.cat(reduced)  # float64 [N]
         nan = ranks.isnan()
-        if bool(nan.any()):
+        if nan.any():
             raise ValueError(f"batch[{self.rank_key!r}] gives item {int(nan.nonzero()[0])} the rank NaN")
+
         return ring.choose(ranks)
 
 
@@ -235,12 +238,9 @@ _REDUCTIONS = {"sum": "sum", "max": "amax", "min": "amin", "mean": "mean", "medi
 
 def check_tensordicts(batch: object, who: str, instead: str) -> None:
     """Raise TypeError unless ``batch`` is a tensordict or a list of tensordicts."""
-    if isinstance(batch, list):
-        items = batch
-    else:
-        items = [batch]
-
-    for item in items:
+    if not isinstance(batch, list):
+        batch = [batch]
+    for item in batch:
         if not isinstance(item, TensorDictBase):
             raise TypeError(f"{who} takes tensordicts, got {type(item).__name__}: {instead}")
 
@@ -249,11 +249,12 @@ def check_rows(batch: TensorDictBase, ndim: int) -> None:
     """Raise ValueError unless ``batch`` has ``ndim`` batch dimensions and no padding rows."""
     if batch.batch_dims == 0:
         raise ValueError("batch has batch size []: use add for one row, or batch.unsqueeze(0)")
+
     if batch.batch_dims != ndim or batch.get(MASK, None) is None:
         return
 
     padding = ~marker(batch, MASK)
-    if bool(padding.any()):
+    if padding.any():
         raise ValueError(
             f"the batch has {int(padding.sum())} rows of padding, where batch[{MASK!r}] is False: extend with "
             'batch[batch["collector", "mask"]], or with flatroll.layout.join(batch) of split trajectories'
@@ -273,8 +274,8 @@ def before_storing(
     """
     given = _versions(data)  # keeps the tensors alive, so that their ids are not reused
     data = apply_inverses(transforms, data, final)
-    kept = {(id(value), version) for value, version in given.values()}
 
+    kept = {(id(value), version) for value, version in given.values()}
     for key, (value, version) in _versions(data).items():
         if (id(value), version) not in kept:
             not_compared.add(without_next(key))
@@ -285,8 +286,13 @@ def _versions(data: object) -> dict[NestedKey, tuple[Tensor, int]]:
     """The tensors of a tensordict by key, and how often each was written to in place."""
     if not isinstance(data, TensorDictBase):
         return {}
-    tensors = {key: value for key, value in data.items(True, True) if isinstance(value, Tensor)}
-    return {key: (value, 0 if value.is_inference() else value._version) for key, value in tensors.items()}
+
+    versions = {}
+    for key, value in data.items(True, True):
+        if isinstance(value, Tensor):
+            version = 0 if value.is_inference() else value._version
+            versions[key] = value, version
+    return versions
 
 
 def has_priorities(sampler: Sampler) -> bool:

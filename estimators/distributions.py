@@ -43,17 +43,12 @@ def keys_written_by(actor: TensorDictModuleBase) -> dict[str, Any]:
     # the distribution is that of the last part, unless the actor declares one over all sampling parts
     sampler: Any = actor if getattr(actor, "return_composite", False) else heads[-1]
     keys: dict[str, Any] = {"action": list(sampler.dist_sample_keys)}
-
     # raises if the actor was built under another set_composite_lp_aggregate
     with suppress(RuntimeError):
         log_prob_keys = list(sampler.log_prob_keys)
         # several parts may share one log-probability entry, which the loss finds itself
         if len(log_prob_keys) == 1:
-            shared = {"sample_log_prob": log_prob_keys}
-        else:
-            shared = {}
-
-        keys |= shared
+            keys["sample_log_prob"] = log_prob_keys
 
     return keys
 
@@ -103,8 +98,8 @@ def distribution_for(
         whole: Any = actor_network
         work = batch if readers is None else shallow_copy(batch)
         return whole.get_dist(work), work
-    head, work, outputs = ready
 
+    head, work, outputs = ready
     return build_distribution(head, work, outputs), work
 
 
@@ -122,7 +117,7 @@ def part_key(part: NestedKey, actions: Sequence[NestedKey], actor_network: Tenso
     return part
 
 
-def log_prob_of(
+def compute_log_prob(
     dist: Distribution, action: Tensor, base: Tensor | None = None, warn: WarnOnce | None = None
 ) -> Tensor:
     """Return the log-probability of each row's action; ValueError if the action's shape differs.
@@ -160,6 +155,7 @@ def log_prob_of(
             f"the action must have the shape {tuple(shape + dist.event_shape)} of the actor's "
             f"{type(dist).__name__}, got {tuple(action.shape)}"
         )
+
     return log_prob
 
 
@@ -182,7 +178,7 @@ def joint(log_prob: Tensor, batch: TensorDictBase) -> Tensor:
     return log_prob
 
 
-def entropy_of(dist: Distribution, samples: int) -> Tensor:
+def compute_entropy(dist: Distribution, samples: int) -> Tensor:
     """Return the entropy in closed form, or its Monte Carlo estimate from ``samples`` samples."""
     try:
         return dist.entropy()
@@ -190,7 +186,7 @@ def entropy_of(dist: Distribution, samples: int) -> Tensor:
         return -draw(dist, (samples,), reparametrize=dist.has_rsample)[1].mean(0)
 
 
-def divergence_of(sampled: Distribution, current: Distribution, samples: int) -> Tensor:
+def compute_divergence(sampled: Distribution, current: Distribution, samples: int) -> Tensor:
     """Return ``KL(sampled | current)`` in closed form, or else an estimate from ``samples`` samples."""
     try:
         return kl_divergence(sampled, current)

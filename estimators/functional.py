@@ -83,9 +83,11 @@ def generalized_advantage_estimate(
     # Every argument as a column [B * F * T], in which each run is contiguous.
     series = TimeColumns(reward, time_dim, state_value=state_value, next_state_value=next_state_value)
     terminated, ends = series.flags(done, terminated, ends)
+
     discount = series.factor("gamma", gamma)
     trace = series.factor("lmbda", lmbda)
-    columns = series.column(reward), series.column(state_value), series.column(next_state_value)
+    columns = (series.column(reward), series.column(state_value), series.column(next_state_value))
+
     advantage, target = residual_scan(
         discount, discount * trace, *columns, terminated, ends, longest=series.longest
     )
@@ -161,7 +163,11 @@ def td0_return_estimate(
     >>> td0_return_estimate(0.5, torch.tensor([2.0, 9.0]), torch.ones(2), end)
     tensor([2., 1.])
     """
-    name, final = ("done", done) if terminated is None else ("terminated", terminated)
+    name = "terminated"
+    final = terminated
+    if final is None:
+        name = "done"
+        final = done
     if final is None:
         raise ValueError("pass terminated= (the rows that are not bootstrapped), or done=")
 
@@ -169,6 +175,7 @@ def td0_return_estimate(
     discount = series.factor("gamma", gamma)
     if isinstance(discount, Tensor) and discount.ndim:
         discount = series.restored(discount)
+
     # where(), not a product: values after a termination or with a discount of 0 may be NaN.
     bootstrap = readable(next_state_value, discount, series.expanded(name, final, flag=True))
 
@@ -301,10 +308,10 @@ def td_lambda_return_estimate(
 
     series = TimeColumns(reward, time_dim, next_state_value=next_state_value)
     terminated, ends = series.flags(done, terminated, ends)
+
     discount = series.factor("gamma", gamma)
     trace = series.factor("lmbda", lmbda)
-    columns = series.column(reward), series.column(next_state_value)
-
+    columns = (series.column(reward), series.column(next_state_value))
     return series.restored(return_scan(discount, trace, *columns, terminated, ends, longest=series.longest))
 
 
@@ -350,14 +357,14 @@ class TimeColumns:
     """
 
     def __init__(self, reward: Tensor, time_dim: int, **values: Tensor) -> None:
-        checks.floating_tensor("reward", reward)
+        checks.check_floating_tensor("reward", reward)
         self.shape = reward.shape
         self.dtype = reward.dtype
         self.device = reward.device
         dims = reward.ndim
 
         for name, x in values.items():
-            checks.dense_tensor(name, x, self.device, "the reward")
+            checks.check_dense_tensor(name, x, self.device, "the reward")
             if x.dtype is torch.bool:
                 raise TypeError(f"{name} must be floating, got {x.dtype}: cast it, e.g. with .float()")
 
@@ -366,9 +373,9 @@ class TimeColumns:
             raise ValueError(
                 f"{join_words([*values, 'reward'])} must have one shape, got {join_words(shapes)}"
             )
-
         for x in values.values():
             self.dtype = torch.promote_types(self.dtype, x.dtype)
+
         if dims < 1:
             raise ValueError("reward must have at least one dim, time, got shape ()")
         if dims > 1 and not (isinstance(time_dim, int) and -dims <= time_dim < dims):
@@ -381,11 +388,11 @@ class TimeColumns:
 
     def column(self, x: Tensor) -> Tensor:
         """Flatten ``x``, of the reward's shape, a view if possible; floats are cast to the common dtype."""
-        if self._in_order:
-            column = x
-        else:
+        column = x
+        if not self._in_order:
             column = x.movedim(self.time, -1)
         column = column.reshape(-1)
+
         if x.dtype is torch.bool:
             return column
         return column.to(self.dtype)
@@ -394,13 +401,14 @@ class TimeColumns:
         """Reshape a column to the reward's shape: the inverse of :meth:`column`."""
         if self._in_order:
             return column.view(self.shape)
+
         # column() moved time after the features: restore that shape, then move time back.
         moved = (*self.shape[: self.time], *self.shape[self.time + 1 :], self.longest)
         return column.view(moved).movedim(-1, self.time)
 
     def expanded(self, name: str, x: Tensor, *, flag: bool = False) -> Tensor:
         """Broadcast ``x`` to the reward's shape; feature dims may be 1 or missing (``[*B, T]``)."""
-        checks.dense_tensor(name, x, self.device, "the reward")
+        checks.check_dense_tensor(name, x, self.device, "the reward")
         if flag and x.dtype is not torch.bool:
             raise TypeError(f"{name} must be bool, got {x.dtype}: cast it with .bool()")
         if x.shape == self.shape:
@@ -413,17 +421,20 @@ class TimeColumns:
                 f"{name} must have the reward's shape {tuple(self.shape)}, where feature dims may be 1 or missing, "
                 f"got {tuple(x.shape)}"
             )
+
         # Append missing feature dims with size 1, then expand, which copies nothing.
         return x.reshape(*x.shape, *[1] * (len(self.shape) - x.ndim)).expand(self.shape)
 
     def flags(self, done: Tensor, terminated: Tensor | None, ends: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return two bool columns: rows that are not bootstrapped, and last rows of runs."""
-        stop = over = self.column(self.expanded("done", done, flag=True))
+        over = self.column(self.expanded("done", done, flag=True))
+        stop = over
         if terminated is not None:
             over = self.column(self.expanded("terminated", terminated, flag=True))
         stop = stop | over  # a new tensor, because the lines below write into it
         if ends is not None:
             stop = stop | self.column(self.expanded("ends", ends, flag=True))
+
         # A column holds one series after another. Mark their ends; the kernel ends the last one itself.
         if stop.shape[0] != self.longest:
             stop.view(-1, self.longest)[:, -1:] = True
@@ -434,12 +445,9 @@ class TimeColumns:
         if not isinstance(x, Tensor):
             return unit_interval(name, x)
 
-        if x.ndim or not x.is_cpu:
-            device = self.device
-        else:
-            device = None
-        checks.dense_tensor(name, x, device, "the reward")
-
+        # A number on the host fits a reward on any device.
+        device = self.device if x.ndim or not x.is_cpu else None
+        checks.check_dense_tensor(name, x, device, "the reward")
         # On a device the check would sync.
         if x.device.type == "cpu" and not is_tracing() and x.numel():
             for bound in x.detach().aminmax():
@@ -458,10 +466,9 @@ def factor_over(name: str, x: Tensor, shape: torch.Size, rows: int) -> Tensor:
     [[0.5, 0.5, 0.5], [0.8999999761581421, 0.8999999761581421, 0.8999999761581421]]
     """
     try:  # one per row: append a dim of size 1 per feature dim, so that it broadcasts from the left
+        over = x
         if x.shape == shape[:rows]:
             over = x.reshape(*x.shape, *[1] * (len(shape) - rows))
-        else:
-            over = x
         return over.expand(shape)
     except RuntimeError:
         raise ValueError(
@@ -472,7 +479,7 @@ def factor_over(name: str, x: Tensor, shape: torch.Size, rows: int) -> Tensor:
 
 def unit_interval(name: str, number: float | Tensor) -> float:
     """Return ``number`` as a float; ValueError unless it lies in [0, 1]."""
-    return float(checks.number(name, number, least=0, most=1))
+    return float(checks.check_number(name, number, least=0, most=1))
 
 
 def join_words(items: Sequence[object]) -> str:
@@ -543,24 +550,25 @@ def vtrace_advantage_estimate(
     series = TimeColumns(reward, time_dim, state_value=state_value, next_state_value=next_state_value)
     terminated, ends = series.flags(done, terminated, ends)
     for name, column in (("log_pi", log_pi), ("log_mu", log_mu)):
-        checks.floating_tensor(name, column, series.device, "the reward")
+        checks.check_floating_tensor(name, column, series.device, "the reward")
+
     # pi / mu, computed in place of the difference of the logs.
     ratio = (series.expanded("log_pi", log_pi) - series.expanded("log_mu", log_mu)).exp_()
 
     for name, threshold in (("rho_thresh", rho_thresh), ("c_thresh", c_thresh)):
         if not isinstance(threshold, Tensor):
-            checks.number(name, threshold, least=0)
-
+            checks.check_number(name, threshold, least=0)
     same = not isinstance(c_thresh, Tensor) and not isinstance(rho_thresh, Tensor) and c_thresh == rho_thresh
+
     # If both thresholds are equal, one weight serves for both. Autograd needs the unclipped ratio.
     rows = series.time + 1
     rho = _clip_ratio("rho_thresh", ratio, rho_thresh, rows, in_place=same and not ratio.requires_grad)
     c = rho if same else _clip_ratio("c_thresh", ratio, c_thresh, rows)
-    discount = series.factor("gamma", gamma)
-    weights = series.column(rho), series.column(c)
-    columns = series.column(reward), series.column(state_value), series.column(next_state_value)
-    advantage, target = vtrace_scan(discount, *weights, *columns, terminated, ends, longest=series.longest)
 
+    discount = series.factor("gamma", gamma)
+    weights = (series.column(rho), series.column(c))
+    columns = (series.column(reward), series.column(state_value), series.column(next_state_value))
+    advantage, target = vtrace_scan(discount, *weights, *columns, terminated, ends, longest=series.longest)
     return series.restored(advantage), series.restored(target)
 
 
@@ -569,7 +577,7 @@ def _clip_ratio(
 ) -> Tensor:
     """``min(ratio, threshold)``, written over ``ratio`` (with ``rows`` row dims) if ``in_place``."""
     if isinstance(threshold, Tensor):
-        checks.dense_tensor(name, threshold)
+        checks.check_dense_tensor(name, threshold)
         threshold = factor_over(name, threshold, ratio.shape, rows)
         read = threshold.device.type == "cpu" and not is_tracing()
         if read and not bool((threshold >= 0.0).all()):

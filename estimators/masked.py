@@ -31,9 +31,9 @@ def distance(value: Tensor, target: Tensor, kind: Distance) -> Tensor:
 
 def mask_and(mask: Tensor | None, other: Tensor | None) -> Tensor | None:
     """Combine two masks by logical and; None means all True."""
-    if mask is None or other is None:
-        if mask is None:
-            return other
+    if mask is None:
+        return other
+    if other is None:
         return mask
     return mask & other
 
@@ -68,11 +68,11 @@ def zero_padding(batch: TensorDictBase, mask_key: NestedKey, keys: Iterable[Nest
     """
     copy = batch.copy()
     real = marker(batch, mask_key)
-
     for key in keys:
         column = batch.get(key, None)
         if column is not None and column.is_floating_point():
             copy.set(key, zero_masked(column, expand_mask(real, column)))
+
     return copy
 
 
@@ -96,6 +96,7 @@ def masked_variance(column: Tensor, mask: Tensor | None, correction: int) -> Ten
     """Variance where ``mask`` is True, divided by the number of rows minus ``correction``; 0 for too few."""
     if mask is None and column.numel() > correction:
         return column.var(correction=correction)
+
     count = column.numel() if mask is None else mask.sum()
     centred = column - masked_mean(column, mask)  # two passes, because E[x^2] - E[x]^2 would lose digits
     return zero_masked(centred.square(), mask).sum() / torch.as_tensor(count - correction).clamp(min=1)
@@ -127,8 +128,8 @@ def standardized_in_groups(column: Tensor, groups: Tensor, mask: Tensor | None) 
     # number the groups 0, 1, ..., and expand each row's number to all its elements
     ids = torch.unique(groups, return_inverse=True)[1]
     ids = ids.reshape(*ids.shape, *[1] * (column.ndim - ids.ndim)).expand(column.shape).reshape(-1)
-    flat = column.reshape(-1)
 
+    flat = column.reshape(-1)
     if mask is None:
         real = torch.ones_like(flat, dtype=torch.bool)
     else:
@@ -196,8 +197,8 @@ class WarnOnce:
     def __call__(self, text: str) -> None:
         if self.warned:
             return
-
         self.warned = True
+
         # count frames up to the first one outside this package and torch, which is the user's
         inside = ("flatroll.estimators", "torch.", "tensordict.")
         level = 1

@@ -12,7 +12,7 @@ from typing_extensions import override
 from flatroll.estimators.functional import unit_interval
 from flatroll.kernels.scan import segmented_scan
 from flatroll.layout.boundaries import run_ends, starts_from
-from flatroll.layout.checks import dense_tensor, need_keys, need_rows, number, shown
+from flatroll.layout.checks import as_text, check_dense_tensor, check_keys, check_number, check_rows
 from flatroll.layout.keys import (
     DONE,
     IS_INIT,
@@ -89,20 +89,24 @@ class RewardScale(TensorDictModuleBase):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.gamma = unit_interval("gamma", gamma)
-        if clip is None:
-            self.clip = None
-        else:
-            self.clip = float(number("clip", clip, above=0))
 
-        self.epsilon = float(number("epsilon", epsilon, above=0, below=math.inf))
-        need_keys(in_key=in_key)
-        need_keys(optional=True, out_key=out_key)
+        self.gamma = unit_interval("gamma", gamma)
+        self.clip = None
+        if clip is not None:
+            self.clip = float(check_number("clip", clip, above=0))
+        self.epsilon = float(check_number("epsilon", epsilon, above=0, below=math.inf))
+
+        check_keys(in_key=in_key)
+        check_keys(optional=True, out_key=out_key)
         *folders, name = under_next(in_key)
         self.in_key: NestedKey = plain_key((*folders, name))
-        self.out_key: NestedKey = under_next((*folders, f"{name}_scaled") if out_key is None else out_key)
+        if out_key is None:
+            out_key = (*folders, f"{name}_scaled")
+        self.out_key: NestedKey = under_next(out_key)
+
         self.in_keys: list[Any] = [self.in_key]
         self.out_keys: list[Any] = [self.out_key]
+
         self.statistics = Moments((), device)
         self.register_buffer("open_ids", torch.zeros(0, dtype=torch.int64, device=device))
         self.register_buffer("open_returns", torch.zeros(0, dtype=torch.float64, device=device))
@@ -123,7 +127,7 @@ class RewardScale(TensorDictModuleBase):
         >>> RewardScale(clip=1.0).scaled(torch.tensor([0.5, 7.0]))
         tensor([0.5000, 1.0000])
         """
-        return self.statistics.scaled(dense_tensor("reward", reward), self.epsilon, self.clip)
+        return self.statistics.scaled(check_dense_tensor("reward", reward), self.epsilon, self.clip)
 
     @torch.no_grad()
     def update(self, batch: TensorDictBase) -> None:
@@ -144,34 +148,32 @@ class RewardScale(TensorDictModuleBase):
         if not self.training:
             return
 
-        need_rows(batch)
+        check_rows(batch)
         key = self.in_key
         reward = require(batch, key, REWARD)
         if reward.is_meta:
-            raise ValueError(f"batch[{key!r}] must hold numbers, got {shown(reward)}")
+            raise ValueError(f"batch[{key!r}] must hold numbers, got {as_text(reward)}")
         if not reward.is_floating_point():
             raise TypeError(f"batch[{key!r}] must be floating, got {reward.dtype}: cast it with .float()")
 
         home = reward.device
-        rows = [
-            flat_column(reward, batch, key).double(),
-            flat_column(require(batch, TRAJ_IDS), batch, TRAJ_IDS),
-        ]
+        rewards = flat_column(reward, batch, key).double()
+        traj_ids = flat_column(require(batch, TRAJ_IDS), batch, TRAJ_IDS)
         done = marker(batch, DONE)
         is_init = optional_marker(batch, IS_INIT)
         mask = optional_marker(batch, MASK)
         if is_init is None:
             is_init = torch.zeros_like(done)
+        rows = [rewards, traj_ids, done, is_init, torch.ones_like(done)]
+        if mask is not None:
+            rows = [row[mask] for row in rows]
 
-        rows += [done, is_init, torch.ones_like(done)]
         # Prepend each open trajectory as one row whose reward is its return so far. Sorting by id makes
         # trajectories contiguous.
         none = torch.zeros_like(self.open_ids, dtype=torch.bool)
         before = (self.open_returns, self.open_ids, none, none, none)
-        columns = [
-            torch.cat([x.to(home), (y if mask is None else y[mask]).reshape(-1).to(home)])
-            for x, y in zip(before, rows, strict=True)
-        ]
+        columns = [torch.cat([x.to(home), y.reshape(-1).to(home)]) for x, y in zip(before, rows, strict=True)]
+
         ids, order = columns[1].sort(stable=True)
         if not len(ids):
             return
@@ -183,11 +185,12 @@ class RewardScale(TensorDictModuleBase):
         # The scan runs backward in time: on flipped rows the starts of runs are their ends.
         returns = segmented_scan(self.gamma, given.flip(0), starts_from(ends).flip(0)).flip(0)
         self.statistics.add((f"the return of batch[{key!r}]", returns, counted))
+
         goes_on = ~done
         goes_on[:-1] &= ids[1:] != ids[:-1]  # the newest row of each trajectory
         if len(ids) > _MOST_OPEN:
             goes_on &= counted  # trajectories without rows in this batch may never continue
-
+        # together: an interrupt must not come between
         self.open_ids, self.open_returns = (
             ids[goes_on].to(self.open_ids),
             returns[goes_on].to(self.open_returns),

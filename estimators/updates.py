@@ -19,7 +19,7 @@ from torch.optim.adam import adam
 
 from flatroll.estimators.losses.base import LossModule, TargetNetUpdater
 from flatroll.layout import checks
-from flatroll.layout.keys import NestedKey
+from flatroll.layout.keys import NestedKey, as_tuple
 from flatroll.layout.tensordict_seam import get_entry, nest, set_entry
 
 Columns = Mapping[NestedKey, Tensor]
@@ -93,19 +93,19 @@ class UpdateStep:
         updater: TargetNetUpdater | None = None,
         autocast: torch.dtype | None = None,
     ) -> None:
-        checks.expect("loss", loss, LossModule, "a loss of flatroll", hint="compile=True compiles it")
-        checks.expect("optimizer", optimizer, Optimizer, "an optimizer of torch")
+        checks.check_type("loss", loss, LossModule, "a loss of flatroll", hint="compile=True compiles it")
+        checks.check_type("optimizer", optimizer, Optimizer, "an optimizer of torch")
         if max_grad_norm is not None:
-            checks.number("max_grad_norm", max_grad_norm, above=0)
+            checks.check_number("max_grad_norm", max_grad_norm, above=0)
         if updater is not None:
-            checks.expect("updater", updater, TargetNetUpdater, "a SoftUpdate or HardUpdate")
+            checks.check_type("updater", updater, TargetNetUpdater, "a SoftUpdate or HardUpdate")
             if updater.loss_module is not loss:
                 raise ValueError(
                     "updater must move the target networks of this loss, got one of another loss"
                 )
+        checks.check_flags(compile=compile)
+        checks.check_choice("autocast", autocast, (None, torch.bfloat16), hint="float16 needs a GradScaler")
 
-        checks.flags(compile=compile)
-        checks.one_of("autocast", autocast, (None, torch.bfloat16), hint="float16 needs a GradScaler")
         trained = {id(x) for group in optimizer.param_groups for x in group["params"]}
         if not any(id(x) in trained for x in loss.parameters() if x.requires_grad):
             raise ValueError(
@@ -123,8 +123,11 @@ class UpdateStep:
         self.optimizer = optimizer
         self.updater = updater
         self.max_grad_norm = max_grad_norm
+
         self.autocast = autocast
+
         self.compile_seconds = 0.0
+
         self._graph = _Graph(self) if compile else None
 
     @property
@@ -134,11 +137,10 @@ class UpdateStep:
 
     def __call__(self, batch: TensorDictBase) -> TensorDict:
         """Update the networks once on a batch ``[N]`` or ``[B, T]``; return the loss's detached outputs."""
-        checks.need_rows(batch)
+        checks.check_rows(batch)
+        columns: Columns = {}
         if self.compiled:
             columns = columns_read_by(self.loss, batch)
-        else:
-            columns = {}
         return self._update(batch, columns)
 
     def epochs(
@@ -166,12 +168,14 @@ class UpdateStep:
         Raises:
             ValueError: ``epochs`` or ``minibatch`` below 1, no rows, or rows ``[N]`` for a recurrent network.
         """
-        checks.need_rows(rows)
-        checks.whole_number("epochs", epochs)
-        checks.whole_number("minibatch", minibatch)
+        checks.check_rows(rows)
+        checks.check_whole_number("epochs", epochs)
+        checks.check_whole_number("minibatch", minibatch)
+
         columns = columns_read_by(self.loss, rows)
         device = rows.device
         is_init = self.loss.key("is_init")
+
         if rows.batch_dims == 1 and any(
             is_init in getattr(part, "in_keys", ()) for part in self.loss.modules()
         ):
@@ -179,7 +183,6 @@ class UpdateStep:
                 "rows must be [B, T] for a recurrent network, which reads runs in order, got [N]: call the step on "
                 "samples of a SliceSampler instead"
             )
-
         if not columns or not len(rows):
             raise ValueError(
                 f"rows must not be empty and must have entries that {type(self.loss).__name__} reads, got "
@@ -191,7 +194,6 @@ class UpdateStep:
         for _ in range(epochs):
             drawn_on = place if generator is None else generator.device
             order = torch.randperm(len(rows), generator=generator, device=drawn_on).to(place)
-
             for some in torch.split(order, minibatch):
                 part = {key: column.index_select(0, some) for key, column in columns.items()}
                 batch = nest(part, len(some), *rows.batch_size[1:], device=device)
@@ -201,7 +203,6 @@ class UpdateStep:
             key: torch.stack([x[key] for x in found])
             for key in found[0].keys()  # noqa: SIM118 (a tensordict's iter is over rows)
         }
-
         return nest(numbers, len(found))
 
     def _update(self, batch: TensorDictBase, columns: Columns) -> TensorDict:
@@ -222,15 +223,17 @@ class UpdateStep:
 
         if self.updater is not None:
             self.updater.step()
+
         return losses
 
     def _eager(self, batch: TensorDictBase) -> TensorDict:
-        total, numbers = self.losses_of(self.loss, batch)
+        total, numbers = self.sum_losses(self.loss, batch)
         parameters = [x for group in self.optimizer.param_groups for x in group["params"]]
+
         for parameter in parameters:  # like optimizer.zero_grad(), but without its profiling
             parameter.grad = None
-        total.backward()  # type: ignore[no-untyped-call]
 
+        total.backward()  # type: ignore[no-untyped-call]
         if self.max_grad_norm is not None:
             gradients = [x.grad for x in parameters if x.grad is not None]
             if len({x.device for x in gradients}) > 1:
@@ -243,14 +246,15 @@ class UpdateStep:
         self.optimizer.step()
         return nest({key: value.detach() for key, value in numbers.items()})
 
-    def losses_of(
+    def sum_losses(
         self, loss: Callable[[TensorDictBase], TensorDict], batch: TensorDictBase
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Call the loss; return the sum of its losses, and all that it returns."""
         kind = next(self.loss.parameters()).device.type
-        precision = nullcontext() if self.autocast is None else torch.autocast(kind, self.autocast)
-        with precision:
+
+        with nullcontext() if self.autocast is None else torch.autocast(kind, self.autocast):
             numbers: dict[str, Tensor] = dict(loss(batch).items())
+
         losses = [value for key, value in numbers.items() if key.startswith("loss")]
         if not losses or losses[0].ndim:
             raise ValueError(
@@ -261,6 +265,7 @@ class UpdateStep:
         total = losses[0]
         for value in losses[1:]:
             total = total + value
+
         return total, numbers
 
 
@@ -272,14 +277,10 @@ def _where(error: RuntimeError) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [repr(error)]
 
     # "backend='inductor' raised:" and what it raised
-    if lines[0].endswith(":"):
-        number = 2
-    else:
-        number = 1
-    first = " ".join(lines[:number])
+    count = 2 if lines[0].endswith(":") else 1
+    first = " ".join(lines[:count])
     reason = next((line for line in lines if line.startswith("Explanation: ")), first)
     place = " at {}:{}".format(*own[-1]) if own else ""
-
     return f"{place}: {reason.removeprefix('Explanation: ')}"
 
 
@@ -298,16 +299,9 @@ def columns_read_by(loss: LossModule, batch: TensorDictBase) -> dict[NestedKey, 
         if isinstance(entry, Tensor):
             found[key] = entry
         elif isinstance(entry, TensorDictBase):  # an action of several parts, or parameters of a distribution
-            prefix = (key,) if isinstance(key, str) else key
             inner: list[Any] = list(entry.keys(True, True))
-
             for name in inner:
-                if isinstance(name, str):
-                    path = (name,)
-                else:
-                    path = name
-                found[(*prefix, *path)] = entry.get(name)
-
+                found[(*as_tuple(key), *as_tuple(name))] = entry.get(name)
     return found
 
 
@@ -323,18 +317,13 @@ class _Graph:
         self.compiled_for: set[object] = set()
         hooked = step.optimizer._optimizer_step_pre_hooks or step.optimizer._optimizer_step_post_hooks
         self.applies = type(step.optimizer) in (Adam, AdamW) and not hooked
-
         # torch limits recompilations to 8 per code object, so each step gets its own
         code = _Graph._traced.__code__.replace()
         names = _Graph._traced.__globals__
         own = MethodType(FunctionType(code, names), self)
 
         cuda = next(step.loss.parameters()).is_cuda
-        if cuda:
-            mode = "reduce-overhead"
-        else:
-            mode = None
-
+        mode = "reduce-overhead" if cuda else None
         self.run: Callable[..., Any] = torch.compile(own, fullgraph=True, mode=mode)
 
     def update(self, batch: TensorDictBase, columns: Columns) -> TensorDict:
@@ -349,6 +338,7 @@ class _Graph:
         numbers, priorities, gradients = self._call(columns, dims, device)
         for priority in priorities:
             set_entry(batch, self.loss.key("priority"), priority)
+
         if not self.applies:
             parameters = [x for _, own in self.groups for x in own]
             for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -366,12 +356,12 @@ class _Graph:
         start = time.perf_counter()
         name = type(self.loss).__name__
         print(f"flatroll: compiling the update of {name} (some ten seconds)", file=sys.stderr, flush=True)
+
         if not self.groups:
             self._find_parameters(batch)
 
         sizes = {size for x in (*self.loss.parameters(), *columns.values()) for size in x.shape}
         rows = next(number for number in range(97, 10**9, 2) if number not in sizes)
-
         longer: dict[Tensor, Tensor] = {}  # two entries may share a tensor
         for column in columns.values():
             if column not in longer:
@@ -388,13 +378,12 @@ class _Graph:
         """Find the parameters with gradients: torch.func returns zeros for the others, torch None."""
         if any(isinstance(module, DistributedDataParallel) for module in self.loss.modules()):
             raise RuntimeError("the hooks of DistributedDataParallel do not run in torch.func")
-
         names = {id(x): name for name, x in self.loss.named_parameters() if x.requires_grad}
         groups: list[Any] = self.optimizer.param_groups
         asked = [[x for x in group["params"] if id(x) in names] for group in groups]
 
         with self._restoring([]), torch.enable_grad():
-            total, _ = self.step.losses_of(self.loss, batch.copy())
+            total, _ = self.step.sum_losses(self.loss, batch.copy())
             found = torch.autograd.grad(total, [x for own in asked for x in own], allow_unused=True)
 
         reached = iter([gradient is not None for gradient in found])
@@ -411,8 +400,10 @@ class _Graph:
         changed = [*self.loss.parameters(), *self.loss.buffers(), *moments]
         before = [x.detach().clone() for x in changed]
         devices = {x.device for x in changed if x.is_cuda}
+
         with torch.random.fork_rng(devices=list(devices)):
             yield
+
         with torch.no_grad():
             for module, buffers in zip(modules, held, strict=True):
                 module._buffers.update(buffers)
@@ -423,6 +414,7 @@ class _Graph:
         """Call the compiled function with the optimizer's current numbers."""
         rates: list[Tensor] = []  # as tensors, because changed Python numbers would cause recompilation
         options: list[tuple[Any, ...]] = []
+
         if self.applies:
             names = ("betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay")
             for group, _ in self.groups:
@@ -433,22 +425,25 @@ class _Graph:
         out = self.run(columns, dims, device, parameters, self._moments(), rates, options)
         if not next(self.loss.parameters()).is_cuda:
             return out
+
         # a CUDA graph overwrites these results in the next update
         numbers, priorities, gradients = out
-
-        return {key: x.clone() for key, x in numbers.items()}, [x.clone() for x in priorities], gradients
+        numbers = {key: x.clone() for key, x in numbers.items()}
+        return numbers, [x.clone() for x in priorities], gradients
 
     def _moments(self) -> list[list[list[Tensor]]]:
         """For each group, and each name of :data:`_MOMENTS`, what Adam keeps for each parameter."""
         if not self.applies:
             return []
-
         state = self.optimizer.state
-        if new := [x for _, own in self.groups for x in own if not state[x]]:
+        new = [x for _, own in self.groups for x in own if not state[x]]
+        if new:
             self._begin(new)
-        return [
-            [[state[x][name] for x in own if name in state[x]] for name in _MOMENTS] for _, own in self.groups
-        ]
+
+        moments = []
+        for _, own in self.groups:
+            moments.append([[state[x][name] for x in own if name in state[x]] for name in _MOMENTS])
+        return moments
 
     def _begin(self, new: list[nn.Parameter]) -> None:
         """Make the optimizer create its state for these parameters, by an uncounted step with learning rate 0."""
@@ -459,7 +454,9 @@ class _Graph:
                 x.grad = None
         for x in new:
             x.grad = torch.zeros_like(x)
+
         self.optimizer.step()
+
         for (group, _), rate in zip(self.groups, rates, strict=True):
             group["lr"] = rate
         for x in new:
@@ -485,16 +482,13 @@ class _Graph:
         def total(weights: list[Tensor]) -> tuple[Tensor, tuple[dict[str, Tensor], list[Tensor]]]:
             batch = nest(columns, *rows, device=device)
             named = dict(zip(self.names, weights, strict=True))
-            value, numbers = self.step.losses_of(
+            value, numbers = self.step.sum_losses(
                 lambda data: functional_call(self.loss, named, (data,)), batch
             )
-
-            written = "priority" in self.loss.tensor_keys
-            if written:
-                priorities = [get_entry(batch, self.loss.key("priority"))]
-            else:
-                priorities = []
-            return value, (numbers, priorities)
+            written: list[Tensor] = []
+            if "priority" in self.loss.tensor_keys:
+                written = [get_entry(batch, self.loss.key("priority"))]
+            return value, (numbers, written)
 
         with torch.no_grad():
             flat = [x.detach() for own in parameters for x in own]
@@ -505,8 +499,8 @@ class _Graph:
 
             if not self.applies:
                 return numbers, priorities, gradients
-            left = iter(gradients)
 
+            left = iter(gradients)
             for own, kept, rate, option in zip(parameters, moments, rates, options, strict=True):
                 (beta1, beta2), eps, weight_decay, amsgrad, maximize, decoupled = option
                 means, squares, largest, steps = kept
@@ -528,7 +522,6 @@ class _Graph:
                     maximize=maximize,
                     decoupled_weight_decay=decoupled,
                 )
-
         return numbers, priorities, []
 
 

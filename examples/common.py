@@ -195,7 +195,7 @@ class Run:
         policy: what is evaluated, with the most probable actions.
         env: for the evaluations.
         collector: gives the batches. Default None: there is none.
-        parts: what else a run needs to go on.
+        parts: what else a run needs to continue.
     """
 
     def __init__(

@@ -6,11 +6,34 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
 from collections.abc import Iterator
+from multiprocessing import popen_spawn_posix, util
+from types import SimpleNamespace
 
+import forms
+import interpreters
 import numpy as np
 import pytest
 import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--long", action="store_true", help="the long form of the tests: more of each kind of check"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    forms.choose(config)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The quick form leaves out what is marked so, and combinations of values that met before."""
+    if not forms.is_long():
+        kept, left_out = forms.quick(items)
+        items[:] = kept
+        config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -31,8 +54,14 @@ def start_method() -> None:
 @pytest.fixture(autouse=True)
 def same_draws() -> None:
     """Random numbers of this process are the same in each run, whichever tests run before."""
-    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
-        set_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+
+    # torch.manual_seed also notes for each kind of device, with a whole stack, to seed it when it is first used.
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -63,3 +92,15 @@ def quick_collections() -> None:
 def no_collections_of_a_parents_garbage() -> None:
     """A forked child, such as Gymnasium's workers, leaves alone what its parent had: envpool's pools crash there."""
     os.register_at_fork(after_in_child=gc.freeze)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_interpreters() -> Iterator[None]:
+    """What prepares the workers of collectors, and processes that are spawned, are forked with torch loaded."""
+    known_to_nurseries = SimpleNamespace(**{**vars(subprocess), "Popen": interpreters.OfCollectors})
+    known_to_spawn = SimpleNamespace(**{**vars(util), "spawnv_passfds": interpreters.spawn_forked})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flatroll.sharing.nursery.subprocess", known_to_nurseries)
+        patch.setattr(popen_spawn_posix, "util", known_to_spawn)
+        yield
+    interpreters.close_servers()

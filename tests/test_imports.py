@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import interpreters
 import pytest
 
 from benchmarks.shape import imports
@@ -52,23 +53,33 @@ print(json.dumps({
 """
 
 
-def state_after(statements: str) -> dict[str, Any]:
-    """What a fresh interpreter looks like after the statements."""
-    program = f"import sys; sys.path.insert(0, {str(SOURCE)!r})\n{SEED}\n{statements}\n{REPORT}"
+def states_after(*imports: str) -> list[dict[str, Any]]:
+    """What a new interpreter, not a forked one, looks like after each line of imports."""
+    program = f"import sys; sys.path.insert(0, {str(SOURCE)!r})\n"
+    for line in imports:
+        program += f"{SEED}\n{line}\n{REPORT}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout))
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.fixture(scope="module")
-def before() -> dict[str, Any]:
+def states() -> list[dict[str, Any]]:
+    """After the imports of the dependencies, and after those of the rooms behind them."""
+    dependencies = "import torch, tensordict, tensordict.nn, gymnasium, gymnasium.vector"
+    rooms = "import flatroll, " + ", ".join(f"flatroll.{room}" for room in [*ROOMS, "trainers"])
+    return states_after(dependencies, rooms)
+
+
+@pytest.fixture(scope="module")
+def before(states: list[dict[str, Any]]) -> dict[str, Any]:
     """The dependencies alone: what they load and change is theirs."""
-    return state_after("import torch, tensordict, tensordict.nn, gymnasium, gymnasium.vector")
+    return states[0]
 
 
 @pytest.fixture(scope="module")
-def after() -> dict[str, Any]:
-    return state_after("import flatroll, " + ", ".join(f"flatroll.{room}" for room in [*ROOMS, "trainers"]))
+def after(states: list[dict[str, Any]]) -> dict[str, Any]:
+    return states[1]
 
 
 def test_importing_the_rooms_loads_nothing_heavy(before: dict[str, Any], after: dict[str, Any]) -> None:
@@ -79,8 +90,12 @@ def test_importing_the_rooms_loads_nothing_heavy(before: dict[str, Any], after: 
 
 def test_a_trainer_s_file_loads_that_trainer_alone() -> None:
     pytest.importorskip("stable_baselines3")
-    loaded = state_after("from flatroll.trainers import sb3_buffer")["modules"]
-    assert TRAINERS & set(loaded) == {"stable_baselines3"}
+    program = (
+        "from flatroll.trainers import sb3_buffer; import json, sys; print(json.dumps(list(sys.modules)))"
+    )
+    done = interpreters.run([sys.executable, "-c", program], kind=interpreters.OfLibraries, check=True)
+    loaded = {name.partition(".")[0] for name in json.loads(done.stdout)}
+    assert TRAINERS & loaded == {"stable_baselines3"}
 
 
 @pytest.mark.parametrize(

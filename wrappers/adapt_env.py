@@ -17,10 +17,10 @@ from gymnasium.vector import (
 )
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker
 
-from flatroll.layout.checks import one_of, shown, torch_device, whole_number
+from flatroll.layout.checks import as_text, check_choice, check_device, check_whole_number
 from flatroll.wrappers.agents_source import PettingZooSource, parallel_envs
 from flatroll.wrappers.envpool_source import pool_source
-from flatroll.wrappers.functional_env import FunctionalEnv, as_functional, family_of
+from flatroll.wrappers.functional_env import FunctionalEnv, as_functional, find_family
 from flatroll.wrappers.gym_source import GymSource
 from flatroll.wrappers.jax_source import JaxSource
 from flatroll.wrappers.source import (
@@ -48,9 +48,9 @@ def adapt_env(
     dtype: torch.dtype | None = None,
 ) -> VectorEnv[Any, Any, Any]:
     """Adapt the env to a `VectorStream`, unless it is one already; arguments: see `as_vector_env`."""
-    one_of("own_buffers", own_buffers, ("auto", True, False))
+    check_choice("own_buffers", own_buffers, ("auto", True, False))
     if num_envs is not None:
-        whole_number("num_envs", num_envs)
+        check_whole_number("num_envs", num_envs)
 
     adapted: VectorEnv[Any, Any, Any]
     if isinstance(env, VectorEnv) and find_stream(env) is not None:
@@ -63,7 +63,7 @@ def adapt_env(
             _refuse_late_dtype(env, dtype)
         adapted = env
     else:
-        where = None if device is None else torch_device("device", device)
+        where = None if device is None else check_device("device", device)
         source, mode = _choose_source(env, num_envs, where, _parse_mode(autoreset_mode), own_buffers)
 
         native = source.capabilities.framework
@@ -188,7 +188,7 @@ def _choose_source(
     functional: FunctionalEnv | None = None
     if isinstance(env, FunctionalEnv):
         functional = env
-    elif family_of(env):
+    elif find_family(env):
         functional = as_functional(env)
     if functional is not None:
         if mode not in (None, AutoresetMode.SAME_STEP):
@@ -455,7 +455,7 @@ def _parse_mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
     for known in AutoresetMode:
         if known.value.lower() == plain:
             return known
-    raise ValueError(f"autoreset_mode must be 'NextStep', 'SameStep' or 'Disabled', got {shown(mode)}")
+    raise ValueError(f"autoreset_mode must be 'NextStep', 'SameStep' or 'Disabled', got {as_text(mode)}")
 
 
 def _refuse_known_defects(env: VectorEnv[Any, Any, Any], mode: AutoresetMode) -> None:

@@ -252,7 +252,7 @@ class PettingZooSource(VectorSource):
         try:
             value = shown[name]
         except KeyError:
-            raise _lacks(name, "observations", shown) from None
+            raise _missing_part_error(name, "observations", shown) from None
 
         for path, array in self._leaves:
             leaf = value
@@ -434,7 +434,7 @@ class Games:
                 except KeyError:
                     results = zip(_ENTRIES, (shown, paid, terminated, truncated), strict=True)
                     lacking, result = next((kind, by) for kind, by in results if name not in by)
-                    raise _lacks(name, lacking, result) from None
+                    raise _missing_part_error(name, lacking, result) from None
 
                 if over or cut:
                     ended.append(name)
@@ -515,7 +515,7 @@ class Games:
             group.show_state(game, self.envs[game])
 
 
-def _lacks(name: object, entry: str, given: Mapping[Any, Any]) -> ValueError:
+def _missing_part_error(name: object, entry: str, given: Mapping[Any, Any]) -> ValueError:
     return ValueError(
         f"the env's {entry} must have an entry for each agent that acted or is in env.agents, but {name!r} is "
         f"not in {list(given)}: return it, also in the step that ends the agent"

@@ -9,7 +9,7 @@ from gymnasium import spaces
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from flatroll.layout.checks import as_numbers, shown
+from flatroll.layout.checks import as_numbers, as_text
 
 #: A NumPy array or a torch tensor with one row per environment.
 Array: TypeAlias = Any
@@ -30,7 +30,7 @@ def map_tree(fn: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
     return fn(tree, *others)
 
 
-def copy_of(array: Array) -> Array:
+def copy_array(array: Array) -> Array:
     """Return a copy."""
     if isinstance(array, Tensor):
         return array.clone()
@@ -161,7 +161,7 @@ class ActionCheck:
             try:
                 array = np.asarray(actions)
             except (TypeError, ValueError, RuntimeError) as error:  # for example a ragged list
-                raise TypeError(f"actions must be an array, got {shown(actions)}") from error
+                raise TypeError(f"actions must be an array, got {as_text(actions)}") from error
 
         if array.shape != self._shape:
             hint = "one row for each env"

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from flatroll.layout.checks import shown
+from flatroll.layout.checks import as_text
 from flatroll.wrappers.adapt_env import adapt_env, reset_in_same_step
 from flatroll.wrappers.markers import set_recurrent_primers_from
 from flatroll.wrappers.source import EnvLike
@@ -87,7 +87,7 @@ def as_vector_env(
     """
     if autoreset is not None and not (isinstance(autoreset, str) and autoreset == "same_step"):
         raise ValueError(
-            f"autoreset must be 'same_step' or None, got {shown(autoreset)}: use autoreset_mode= to say what "
+            f"autoreset must be 'same_step' or None, got {as_text(autoreset)}: use autoreset_mode= to say what "
             "the env itself does"
         )
 

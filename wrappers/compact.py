@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
-from flatroll.layout.checks import floating_dtype, key_names
+from flatroll.layout.checks import check_floating_dtype, check_key_names
 from flatroll.layout.delta import RestoreNextObservation, check_delta, encode_delta
 from flatroll.layout.keys import OBSERVATION, NestedKey, plain_key
 from flatroll.layout.spaces import column_name, observation_leaves
-from flatroll.wrappers.arrays import Array, Tree, copy_of, full_for, map_tree, select, to_torch
+from flatroll.wrappers.arrays import Array, Tree, copy_array, full_for, map_tree, select, to_torch
 from flatroll.wrappers.markers import MarkerWrapper
 from flatroll.wrappers.source import EnvLike, Step
 
@@ -50,7 +50,7 @@ class CompactObs(MarkerWrapper):
         # NEXT_STEP returns the final observation as the observation. The mask is copied because the caller keeps it.
         info.setdefault("final_obs", result[0])
         if stream.known is None:
-            mask = copy_of(stream.ended)
+            mask = copy_array(stream.ended)
         else:
             mask = stream.ended & stream.known
         info["_final_obs"] = mask
@@ -69,9 +69,9 @@ class ObservationDelta(MarkerWrapper):
         in_keys: list[NestedKey] | None = None,
         delta_dtype: torch.dtype = torch.float16,
     ) -> None:
-        floating_dtype("delta_dtype", delta_dtype)
+        check_floating_dtype("delta_dtype", delta_dtype)
         if in_keys is not None:
-            in_keys = key_names("in_keys", in_keys)
+            in_keys = check_key_names("in_keys", in_keys)
         super().__init__(env, "delta")
 
         entries = [key for key, _ in observation_leaves(self.single_observation_space)]

@@ -69,7 +69,7 @@ def as_functional(
 
     ``as_functional(gymnax_env, params=params)``
     """
-    family = family_of(env)
+    family = find_family(env)
     if family is None:
         raise TypeError(
             "env must be from gymnax, craftax, brax, MuJoCo playground, jumanji or navix, or a FuncEnv of gymnasium, "
@@ -87,7 +87,7 @@ def as_functional(
     return FunctionalEnv(reset, step, action_space, None, max_episode_steps, name)
 
 
-def family_of(env: object) -> Callable[..., tuple[Any, Any, object]] | None:
+def find_family(env: object) -> Callable[..., tuple[Any, Any, object]] | None:
     """Return the converter for the simulator that defines the env's class, or None; imports nothing.
 
     Raises:

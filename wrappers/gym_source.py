@@ -16,7 +16,7 @@ from gymnasium.vector.utils import batch_space
 from typing_extensions import override
 
 from flatroll.layout.spaces import widest_space
-from flatroll.wrappers.arrays import Array, Tree, copy_of, map_tree
+from flatroll.wrappers.arrays import Array, Tree, copy_array, map_tree
 from flatroll.wrappers.source import Capabilities, Info, Seed, Step, VectorSource, info_dict, layers
 from flatroll.wrappers.sub_env_returns import LastObservations, checked_returns, explain_observations
 
@@ -110,7 +110,7 @@ class GymSource(VectorSource):
             raise
 
         if self._copies:
-            obs = map_tree(copy_of, obs)
+            obs = map_tree(copy_array, obs)
         if self._watches:
             self._shown = obs
         return obs, info_dict(info, self.env)
@@ -132,11 +132,11 @@ class GymSource(VectorSource):
             raise
 
         if self._copies:
-            obs = map_tree(copy_of, obs)
+            obs = map_tree(copy_array, obs)
             info = info_dict(info, self.env)
-            reward = copy_of(reward)
-            terminated = copy_of(terminated)
-            truncated = copy_of(truncated)
+            reward = copy_array(reward)
+            terminated = copy_array(terminated)
+            truncated = copy_array(truncated)
 
         if self._watches:
             self._seen = self._shown
@@ -167,7 +167,7 @@ class GymSource(VectorSource):
             return _put_rows(obs, rows, [given[i] for i in rows])
 
         if self._copies and given is not None:
-            return map_tree(copy_of, given)
+            return map_tree(copy_array, given)
         return given
 
     @override

@@ -12,7 +12,7 @@ from gymnasium import spaces
 from torch.utils.dlpack import from_dlpack
 from typing_extensions import override
 
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import check_whole_number
 from flatroll.layout.spaces import column_name
 from flatroll.wrappers.arrays import Array, Tree, map_tree
 from flatroll.wrappers.functional_env import FunctionalEnv, Pytree, gym_space
@@ -44,7 +44,7 @@ class JaxSource(VectorSource):
         import jax  # pyright: ignore[reportMissingImports]
 
         self._jax = jax
-        self._device = _device_of(jax, device)
+        self._device = _find_device(jax, device)
         on_cpu = self._device.platform == "cpu"
         self._on_cpu = on_cpu
         #: Converts a JAX array to the caller's.
@@ -60,7 +60,7 @@ class JaxSource(VectorSource):
         with jax.default_device(self._device):
             reset, step, observation_space = _check_functions(env, action_space)
         self._start, self._step, self._restart = _compiled(
-            reset, step, whole_number("num_envs", num_envs), env.max_episode_steps
+            reset, step, check_whole_number("num_envs", num_envs), env.max_episode_steps
         )
 
         self._key: Any = None
@@ -104,7 +104,7 @@ class JaxSource(VectorSource):
         )
 
         # The caller copies these arrays, so a read-only view is enough and much faster.
-        show = np.asarray if self.lends and self._on_cpu else self._out
+        show = np.asarray if self.may_alias and self._on_cpu else self._out
         terminated, truncated = show(flags)
         return map_tree(self._out, self._obs), show(reward), terminated, truncated, info
 
@@ -112,7 +112,7 @@ class JaxSource(VectorSource):
     def final_obs(self, info: Info, obs: Tree, ended: Array, given: Tree | None = None) -> Tree | None:
         if given is not None:
             return given
-        show = np.asarray if self.lends and self._on_cpu else self._out
+        show = np.asarray if self.may_alias and self._on_cpu else self._out
         return map_tree(show, self._final)
 
     def _take(self, actions: Array) -> Any:
@@ -238,7 +238,7 @@ def _check_functions(
     if not isinstance(info, Mapping):
         raise TypeError(f"info of {env.name} must be a dict, got {type(info).__name__}")
 
-    space = _space_of(_plain(first))
+    space = _make_space(_plain(first))
     if env.observation_space is not None and _leaves(space) != _leaves(env.observation_space):
         raise TypeError(
             f"observation_space of {env.name} must have the shapes and dtypes of its observations, {space}, got "
@@ -367,12 +367,12 @@ def _plain(obs: Pytree, root: bool = True) -> Tree:
     return obs
 
 
-def _space_of(tree: Tree) -> spaces.Space[Any]:
+def _make_space(tree: Tree) -> spaces.Space[Any]:
     """Return the unbounded space of a tree of shapes and dtypes."""
     if isinstance(tree, dict):
-        return spaces.Dict({key: _space_of(value) for key, value in tree.items()})
+        return spaces.Dict({key: _make_space(value) for key, value in tree.items()})
     if isinstance(tree, tuple):
-        return spaces.Tuple([_space_of(value) for value in tree])
+        return spaces.Tuple([_make_space(value) for value in tree])
 
     dtype: np.dtype[Any] = np.dtype(tree.dtype)
     low: float = -np.inf
@@ -395,7 +395,7 @@ def _leaves(space: spaces.Space[Any]) -> Any:
     return space.shape, space.dtype
 
 
-def _device_of(jax: Any, device: torch.device | None) -> Any:
+def _find_device(jax: Any, device: torch.device | None) -> Any:
     """Return the JAX device for a torch device; JAX's default for None."""
     if device is None:
         found = jax.numpy.zeros(()).device

@@ -15,7 +15,7 @@ from gymnasium.vector import VectorEnv, VectorWrapper
 from tensordict.nn import TensorDictSequential
 from torch import Tensor, nn
 
-from flatroll.layout.checks import need_keys, whole_number, writer_number
+from flatroll.layout.checks import check_keys, check_whole_number, check_writer_number
 from flatroll.layout.inspect.text import html_table
 from flatroll.layout.keys import (
     EPISODE_REWARD,
@@ -28,7 +28,7 @@ from flatroll.layout.keys import (
     next_key,
 )
 from flatroll.wrappers.adapt_env import adapt_env, find_stream, reset_in_same_step
-from flatroll.wrappers.arrays import Array, Tree, copy_of, fill_rows, full_for, select
+from flatroll.wrappers.arrays import Array, Tree, copy_array, fill_rows, full_for, select
 from flatroll.wrappers.source import EnvLike, Info, Seed, Step, layers
 from flatroll.wrappers.stream import VectorStream
 
@@ -188,11 +188,11 @@ class InitTracker(MarkerWrapper):
     row_state = ()
 
     def __init__(self, env: EnvLike, init_key: NestedKey = IS_INIT) -> None:
-        need_keys(init_key=init_key)
+        check_keys(init_key=init_key)
         super().__init__(env, init_key)
 
     def _on_reset(self, obs: Tree, info: Info, rows: Array) -> None:
-        info[self.info_name] = copy_of(self.stream.first)
+        info[self.info_name] = copy_array(self.stream.first)
 
     def step(self, actions: Tree) -> Step:
         """Step the env; mark the sub-envs whose returned observation is an episode's first."""
@@ -233,10 +233,10 @@ class StepCounter(MarkerWrapper):
     def __init__(
         self, env: EnvLike, max_steps: int | None = None, step_count_key: NestedKey = STEP_COUNT
     ) -> None:
-        need_keys(step_count_key=step_count_key)
+        check_keys(step_count_key=step_count_key)
         super().__init__(env, step_count_key)
         if max_steps is not None:
-            max_steps = whole_number("max_steps", max_steps)
+            max_steps = check_whole_number("max_steps", max_steps)
             reset_in_same_step(self.env, max_steps)
         self.max_steps = max_steps
         self._count: Array = None
@@ -248,7 +248,7 @@ class StepCounter(MarkerWrapper):
         else:
             self._count = select(rows, zero, self._count)
         # A copy: the caller may write into info.
-        info[self.info_name] = copy_of(self._count)
+        info[self.info_name] = copy_array(self._count)
 
     def step(self, actions: Tree) -> Step:
         """Step the env; count the steps of each running episode."""
@@ -259,8 +259,8 @@ class StepCounter(MarkerWrapper):
             fill_rows(count, self.stream.first, 0)
         self._count = count
 
-        if not self.stream.lends_markers:
-            count = copy_of(count)
+        if not self.stream.may_alias_markers:
+            count = copy_array(count)
         result[4][self.info_name] = count
         return result
 
@@ -286,9 +286,9 @@ class TrajId(MarkerWrapper):
     row_state = ("_ids",)
 
     def __init__(self, env: EnvLike, writer: int = 0, traj_key: NestedKey = TRAJ_IDS) -> None:
-        need_keys(traj_key=traj_key)
+        check_keys(traj_key=traj_key)
         super().__init__(env, traj_key)
-        self.writer = writer_number(writer)
+        self.writer = check_writer_number(writer)
         self._ids: Array = None
         self._episode = 0
         # Of the pool that these envs belong to.
@@ -306,7 +306,7 @@ class TrajId(MarkerWrapper):
         else:
             self._ids = self._ids + rows * self._total  # a new array: the caller may keep the old one
 
-        info[self.info_name] = copy_of(self._ids)
+        info[self.info_name] = copy_array(self._ids)
 
     def step(self, actions: Tree) -> Step:
         """Step the env; give a new id to each sub-env whose observation is an episode's first."""
@@ -319,8 +319,8 @@ class TrajId(MarkerWrapper):
                 self._ids = self._ids + first * self._total
 
         ids = self._ids
-        if not self.stream.lends_markers:
-            ids = copy_of(ids)
+        if not self.stream.may_alias_markers:
+            ids = copy_array(ids)
         result[4][self.info_name] = ids
         return result
 
@@ -379,7 +379,7 @@ class RewardSum(MarkerWrapper):
     row_state = ("_sum",)
 
     def __init__(self, env: EnvLike, out_key: NestedKey = EPISODE_REWARD) -> None:
-        need_keys(out_key=out_key)
+        check_keys(out_key=out_key)
         super().__init__(env, out_key)
         self._sum: Array = None
 
@@ -389,7 +389,7 @@ class RewardSum(MarkerWrapper):
             self._sum = zero
         else:
             self._sum = select(rows, zero, self._sum)
-        info[self.info_name] = copy_of(self._sum)
+        info[self.info_name] = copy_array(self._sum)
 
     def step(self, actions: Tree) -> Step:
         """Step the env; add the rewards of all transitions to the returns (a reset-only step is not a transition)."""
@@ -411,7 +411,7 @@ class RewardSum(MarkerWrapper):
         if isinstance(total, Tensor):
             self._sum = total.masked_fill(stream.ended, 0.0)
         else:
-            self._sum = copy_of(total)
+            self._sum = copy_array(total)
             if stream.any_ended is not False:
                 fill_rows(self._sum, stream.ended, 0.0)
 

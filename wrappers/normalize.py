@@ -8,7 +8,7 @@ from gymnasium import spaces
 from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
-from flatroll.layout.checks import number
+from flatroll.layout.checks import check_number
 from flatroll.layout.moments import Moments
 from flatroll.wrappers.arrays import Array, Tree, leaves_at, map_tree, to_torch
 from flatroll.wrappers.compact import ObservationDelta
@@ -59,8 +59,8 @@ class NormalizeObservation(MarkerWrapper):
         if clip is None:
             self.clip = None
         else:
-            self.clip = float(number("clip", clip, above=0))
-        self.epsilon = float(number("epsilon", epsilon, above=0, below=math.inf))
+            self.clip = float(check_number("clip", clip, above=0))
+        self.epsilon = float(check_number("epsilon", epsilon, above=0, below=math.inf))
 
         if any(isinstance(layer, ObservationDelta) for layer in layers(self.env)):
             raise ValueError(
@@ -138,7 +138,7 @@ class NormalizeObservation(MarkerWrapper):
         obs, reward, terminated, truncated, info = self.env.step(actions)
         stream = self.stream
 
-        final = stream.final_of(info)
+        final = stream.read_final(info)
         columns = [("the observation", obs, None)]
         if final is not None and stream.same_step and stream.any_ended is not False:
             if stream.known is None:

@@ -16,7 +16,7 @@ from gymnasium.vector import VectorWrapper
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.layout.checks import shown
+from flatroll.layout.checks import as_text
 from flatroll.wrappers.arrays import ActionCheck, Array, Tree, map_tree, to_torch
 
 #: The seed of a vector env: one number, or one per env.
@@ -130,7 +130,7 @@ class VectorSource(ABC):
         self.agents: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
         #: Whether the caller copies reward, flags and final observations before the next step, as a collector does.
         #: Then they are not copied here.
-        self.lends = False
+        self.may_alias = False
 
         self.single_observation_space = observation_space
         self.single_action_space = action_space
@@ -215,7 +215,7 @@ def info_dict(info: object, env: object) -> Info:
         if isinstance(info, list | tuple):
             came = f"a {type(info).__name__}"
         else:
-            came = shown(info)
+            came = as_text(info)
         raise TypeError(
             f"info must be a dict of columns, {{'name': values of all envs}}, got {came} from {name}: for a list with "
             "one dict for each env return one dict"
@@ -326,7 +326,7 @@ class DtypeView(SourceView):
         if not isinstance(dtype, torch.dtype) or dtype not in (torch.float16, torch.float32, torch.float64):
             raise ValueError(
                 "dtype (obs_dtype of a collector) must be torch.float16, torch.float32 or torch.float64, got "
-                f"{shown(dtype)}"
+                f"{as_text(dtype)}"
             )
         self._dtype = dtype
         self._np_dtype = np.dtype(str(dtype).removeprefix("torch."))

@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.wrappers.arrays import Array, copy_of, fill_rows, select, to_torch
+from flatroll.wrappers.arrays import Array, copy_array, fill_rows, select, to_torch
 
 _KEPT = ("final_info", "_final_info")
 
@@ -99,7 +99,7 @@ class StepInfo(Mapping[str, Any]):
             if not self._has_rows(now):
                 return now
             empty = None if now.dtype == object else False
-            return fill_rows(copy_of(now), rows_like(self._ended, now), empty)
+            return fill_rows(copy_array(now), rows_like(self._ended, now), empty)
 
         if now is None or not self._has_rows(last):
             return last
@@ -122,10 +122,10 @@ class StepInfo(Mapping[str, Any]):
         else:
             floating = entry.dtype.kind == "f"
         if floating:
-            return fill_rows(copy_of(entry), rows, float("nan"))
+            return fill_rows(copy_array(entry), rows, float("nan"))
 
         if name.startswith("_"):  # Gymnasium's mask of the rows that returned the entry
-            return fill_rows(copy_of(entry), rows, False)
+            return fill_rows(copy_array(entry), rows, False)
         if not bool(rows.any()):  # on a device this syncs; only entries without NaN come here
             return entry
         raise ValueError(

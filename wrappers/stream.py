@@ -12,13 +12,13 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
-from flatroll.layout.checks import expect
+from flatroll.layout.checks import check_type
 from flatroll.wrappers.arrays import (
     ActionCheck,
     Array,
     Tree,
     action_limits,
-    copy_of,
+    copy_array,
     fill_rows,
     first_leaf,
     full_for,
@@ -37,7 +37,7 @@ ADAPTED = "flatroll.adapted"
 
 
 class Moves:
-    """Counts the steps and resets of an env object over all adapted envs around it; created by `moves_of`.
+    """Counts the steps and resets of an env object over all adapted envs around it; created by `shared_moves`.
 
     Attributes:
         env: the env object.
@@ -50,7 +50,7 @@ class Moves:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy the count: a copy counts the moves of the copied env."""
-        return moves_of, (self.env,), {"count": self.count}
+        return shared_moves, (self.env,), {"count": self.count}
 
 
 # Keyed by id, since an env may not be hashable or weakly referenceable. An entry holds its env, so the id is not
@@ -58,7 +58,7 @@ class Moves:
 _MOVES: WeakValueDictionary[int, Moves] = WeakValueDictionary()
 
 
-def moves_of(env: object) -> Moves:
+def shared_moves(env: object) -> Moves:
     """Return the `Moves` of an env object, shared by all callers while one of them keeps it."""
     return _MOVES.setdefault(id(env), Moves(env))
 
@@ -86,9 +86,9 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         same_step: the returned observation of an ended row is already the next episode's first.
         hides_final_obs: the env may hide final observations, so `known` may be False in some rows.
         actions: the actions passed to the env in the last step, after checks and casts.
-        lends: reward, flags and final observations may be the env's own arrays, which its next step overwrites. True
-            only in the steps of a collector, which copies them.
-        lends_markers: markers may put their own arrays into ``info``, and `first` may be the same array as `ended`,
+        may_alias: reward, flags and final observations may be the env's own arrays, which its next step overwrites.
+            True only in the steps of a collector, which copies them.
+        may_alias_markers: markers may put their own arrays into ``info``, and `first` may be the same array as `ended`,
             since nobody writes into them. True only in a collector.
         drawn: the actions of the next step were drawn from the action space, so their range is not checked. True only
             in a collector.
@@ -147,13 +147,13 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         self._elapsed: Array = None  # with a limit: steps of each row's episode so far, int64 (E,)
         self._absent: Array | None = None  # NEXT_STEP: the rows of absent agents, see `VectorSource.absent`
 
-        self.moves = moves_of(getattr(source.stepped, "unwrapped", source.stepped))
+        self.moves = shared_moves(getattr(source.stepped, "unwrapped", source.stepped))
         self.at = -1
         self._stepped = False
 
         # What a collector promises.
-        self.lends = False
-        self.lends_markers = False
+        self.may_alias = False
+        self.may_alias_markers = False
         self.drawn = False
 
         # The flags of the last step or reset.
@@ -282,7 +282,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         """
         mask = None
         if options is not None:
-            expect("options", options, Mapping, "a dict or None")
+            check_type("options", options, Mapping, "a dict or None")
             options = dict(options) or None
         if options:
             mask = options.pop("reset_mask", None)
@@ -349,7 +349,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         # Together: an interrupt must not come between.
         self.moves.count = self.at = self.at + 1
         # Resetting ended rows may overwrite what the step returned.
-        self.source.lends = self.lends and not self._folds and self._limit is None
+        self.source.may_alias = self.may_alias and not self._folds and self._limit is None
         try:
             obs, reward, terminated, truncated, info = self.source.step(self.actions)
         except Exception as error:  # an env may raise anything for an invalid action
@@ -407,8 +407,8 @@ class VectorStream(VectorEnv[Any, Any, Any]):
 
         if self.same_step:
             first = ended
-            if not self.lends_markers:
-                first = copy_of(ended)  # the caller may keep both arrays: they must not alias
+            if not self.may_alias_markers:
+                first = copy_array(ended)  # the caller may keep both arrays: they must not alias
             # Together: an interrupt must not come between.
             self.first, self.ended = first, ended
             self.any_first = any_ended
@@ -457,13 +457,13 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         if not self.same_step or self.any_ended is False:
             return obs
 
-        final = self.final_of(info)
+        final = self.read_final(info)
         if final is not None:
             obs = map_tree(lambda o, f: select(self.ended, f, o), obs, final)
 
         if self.known is not None:
             lost = ~self.known
-            obs = map_tree(lambda leaf: fill_rows(copy_of(leaf), lost, _unknown(leaf)), obs)
+            obs = map_tree(lambda leaf: fill_rows(copy_array(leaf), lost, _unknown(leaf)), obs)
         return obs
 
     def step_info(self, info: Info) -> Mapping[str, Any]:
@@ -525,7 +525,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             return lost
         return None
 
-    def final_of(self, info: Info) -> Tree | None:
+    def read_final(self, info: Info) -> Tree | None:
         """Return the last observations of ended episodes (``(E, ...)``, SAME_STEP only); None if they are hidden.
 
         Raises:
@@ -573,7 +573,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         if self.moves.count != self.at:
             self._refuse("send was called before reset: call env.reset() first")
 
-        sent = map_tree(copy_of, self._check_actions(actions))
+        sent = map_tree(copy_array, self._check_actions(actions))
         self.source.send(sent)
         return sent
 
@@ -866,7 +866,7 @@ def _clear_rows(entry: Array, rows: Array) -> Array:
     empty: bool | None = False
     if entry.dtype == object:
         empty = None
-    return fill_rows(copy_of(entry), rows, empty)
+    return fill_rows(copy_array(entry), rows, empty)
 
 
 def _final_info(info: Info, rows: Array) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 
-from flatroll.layout.checks import shown
+from flatroll.layout.checks import as_text
 from flatroll.wrappers.arrays import Tree, map_tree
 
 _STEP = "(observation, reward, terminated, truncated, info)"
@@ -140,7 +140,7 @@ def _check_reset(env: SyncVectorEnv, where: str, reset: Callable[..., Any], **ar
     result = reset(**arguments)
     if not isinstance(result, tuple | list):
         raise TypeError(
-            f"{where} must return (observation, info), got {shown(result)}: gymnasium's API has two values, "
+            f"{where} must return (observation, info), got {as_text(result)}: gymnasium's API has two values, "
             "gym's before 0.26 had one"
         )
     if len(result) != 2:
@@ -153,7 +153,7 @@ def _check_reset(env: SyncVectorEnv, where: str, reset: Callable[..., Any], **ar
 def _check_step(env: SyncVectorEnv, where: str, step: Callable[..., Any], *action: Any) -> Any:
     result = step(*action)
     if not isinstance(result, tuple | list):
-        raise TypeError(f"{where} must return {_STEP}, got {shown(result)}")
+        raise TypeError(f"{where} must return {_STEP}, got {as_text(result)}")
     if len(result) != 5:
         way_out = ""
         if len(result) == 4:
@@ -169,7 +169,7 @@ def _check_reward(env: SyncVectorEnv, where: str, reward: Any) -> None:
     try:
         number = np.asarray(reward, np.float64)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(one_reward(f"{shown(reward)} from {where}")) from error
+        raise ValueError(one_reward(f"{as_text(reward)} from {where}")) from error
 
     if number.size != 1:
         raise ValueError(one_reward(f"shape {number.shape} from {where}"))
@@ -180,19 +180,19 @@ def _check_reward(env: SyncVectorEnv, where: str, reward: Any) -> None:
 
 def _check_info(where: str, info: object) -> None:
     if not isinstance(info, Mapping):
-        raise TypeError(f"info must be a dict, got {shown(info)} from {where}: return {{}} for no entries")
+        raise TypeError(f"info must be a dict, got {as_text(info)} from {where}: return {{}} for no entries")
 
 
 def _misfit(space: spaces.Space[Any], obs: Tree, rows: tuple[int, ...], at: str) -> str | None:
     place = f" at {at}" if at else ""
     if isinstance(space, spaces.Dict):
         if not isinstance(obs, Mapping):
-            return f"must be a dict{place}, as its space is, got {shown(obs)}"
+            return f"must be a dict{place}, as its space is, got {as_text(obs)}"
         parts: Iterable[tuple[Any, spaces.Space[Any]]] = space.spaces.items()
         present: Any = obs
     elif isinstance(space, spaces.Tuple):
         if not isinstance(obs, tuple | list):
-            return f"must be a tuple{place}, as its space is, got {shown(obs)}"
+            return f"must be a tuple{place}, as its space is, got {as_text(obs)}"
         parts = enumerate(space.spaces)
         present = range(len(obs))
     else:
@@ -213,7 +213,7 @@ def _misfit_of_leaf(space: spaces.Space[Any], obs: Any, rows: tuple[int, ...], p
     try:
         shape = tuple(np.shape(obs))
     except ValueError:  # a ragged list
-        return f"must be an array{place}, got {shown(obs)}"
+        return f"must be an array{place}, got {as_text(obs)}"
 
     assert space.shape is not None
     if shape == (*rows, *space.shape):

@@ -74,10 +74,10 @@ class TorchSource(VectorSource):
         action_space = _declared_space(env, "action")
         if action_space is None:
             if not hasattr(env, "num_actions"):
-                raise _no_space(env, "action")
+                raise _no_space_error(env, "action")
             action_space = spaces.Box(-np.inf, np.inf, (int(env.num_actions),))
 
-        self._device = device or _device_of(base, seen)
+        self._device = device or _find_device(base, seen)
         capabilities = Capabilities(
             self._device,
             "torch",
@@ -87,7 +87,7 @@ class TorchSource(VectorSource):
             seedable=self._takes_seed,
         )
         super().__init__(
-            env, int(env.num_envs), observation_space or _space_of(seen), action_space, capabilities
+            env, int(env.num_envs), observation_space or _make_space(seen), action_space, capabilities
         )
 
     @override
@@ -145,7 +145,7 @@ class TorchSource(VectorSource):
                 f"{str(leaf.device)!r}: pass as_vector_env(env, device={str(leaf.device)!r})"
             )
 
-        self._shapes = _shapes_of(obs)
+        self._shapes = _read_shapes(obs)
         self._check_step = True
         self._check_final = True
         self._finals_to_check = _FINALS_TO_CHECK
@@ -165,7 +165,7 @@ class TorchSource(VectorSource):
         if len(result) == 5 and not self._is_legged:
             obs, reward, terminated, truncated, extras = result
             # (Other interfaces' flags are computed, so they are new tensors.)
-            if self._copies and not self.lends:
+            if self._copies and not self.may_alias:
                 terminated = terminated.clone()
                 truncated = truncated.clone()
         elif len(result) in (4, 5):
@@ -190,7 +190,7 @@ class TorchSource(VectorSource):
                 f"{len(result)} values from {type(self.env).__name__}: write a flatroll.wrappers.VectorSource"
             )
 
-        if self._copies and not self.lends:
+        if self._copies and not self.may_alias:
             reward = reward.clone()
         owned = self._own(obs)
 
@@ -221,7 +221,7 @@ class TorchSource(VectorSource):
                     self._shown = None
                     self._copy = None
                     self._before = None
-            if self.lends:
+            if self.may_alias:
                 return _plain(given)
             return self._own(given)
 
@@ -235,7 +235,7 @@ class TorchSource(VectorSource):
 
     def _refuse_other_shapes(self, name: str, obs: Tree) -> None:
         """Raise if the first step after a reset returns observations with other entries or shapes than the reset."""
-        shapes = _shapes_of(_plain(obs))
+        shapes = _read_shapes(_plain(obs))
         if shapes != self._shapes:
             raise ValueError(
                 f"{name} must have the entries and shapes of those from reset, {self._shapes}, got {shapes} "
@@ -308,7 +308,7 @@ def _declared_space(env: Any, kind: str) -> spaces.Space[Any] | None:
 def _get_observations(env: Any) -> Tree:
     """Return the observations of rsl_rl's ``get_observations``."""
     if not hasattr(env, "get_observations"):
-        raise _no_space(env, "observation")
+        raise _no_space_error(env, "observation")
 
     seen = env.get_observations()
     if isinstance(seen, tuple):
@@ -316,7 +316,7 @@ def _get_observations(env: Any) -> Tree:
     return _plain(seen)
 
 
-def _no_space(env: Any, kind: str) -> TypeError:
+def _no_space_error(env: Any, kind: str) -> TypeError:
     """Return the error for an env without spaces."""
     return TypeError(
         f"env must have single_{kind}_space (a Gymnasium space of one env's {kind}), which "
@@ -324,14 +324,14 @@ def _no_space(env: Any, kind: str) -> TypeError:
     )
 
 
-def _space_of(seen: Tree) -> spaces.Space[Any]:
+def _make_space(seen: Tree) -> spaces.Space[Any]:
     """Return the space of one row of these observations."""
     if isinstance(seen, dict):
-        return spaces.Dict({key: _space_of(value) for key, value in seen.items()})
+        return spaces.Dict({key: _make_space(value) for key, value in seen.items()})
     return _box(seen)
 
 
-def _device_of(env: object, seen: Tree) -> torch.device:
+def _find_device(env: object, seen: Tree) -> torch.device:
     """Return the env's ``device``, or the device of its observations or other tensors."""
     device = getattr(env, "device", None)
     if device is not None:
@@ -342,7 +342,7 @@ def _device_of(env: object, seen: Tree) -> torch.device:
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
-def _shapes_of(obs: Tree) -> Tree:
+def _read_shapes(obs: Tree) -> Tree:
     return map_tree(lambda leaf: tuple(leaf.shape), obs)
 
 

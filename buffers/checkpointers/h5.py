@@ -63,6 +63,7 @@ class H5StorageCheckpointer(FlatStorageCheckpointer):
             raise ValueError(
                 f"checkpoint_file must be the name of a file, without a folder, got {checkpoint_file!r}"
             )
+
         self.checkpoint_file = checkpoint_file
         self.h5_kwargs = dict(h5_kwargs or {})
 
@@ -121,12 +122,14 @@ class H5Writer:
         self._path = path
         self._options = options
         self._sync = sync
+
         files.make_folder(path.parent, synced=sync)
         self._remove_stale()
         self._beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}{files.TEMPORARY}")
         self._file = files.SteadyFile(self._beside)
         self._h5 = _h5py().File(self._file, "w")
         self._rows = self._h5.create_group("rows")
+
         self._first: int | None = None
         self.end = 0
 
@@ -149,14 +152,15 @@ class H5Writer:
         """Skip rows before this one that are not in the file yet."""
         if row > self.end and self._first is not None:  # a gap makes earlier rows useless
             self._h5.pop("rows")
-            self._rows, self._first = self._h5.create_group("rows"), None
+            self._rows = self._h5.create_group("rows")
+            self._first = None
         self.end = max(self.end, row)
 
     def append(self, columns: Mapping[str, Column]) -> None:
         """Append rows."""
         first = next(iter(columns.values()))
-        count = len(first.lengths if isinstance(first, Ragged) else first)
-
+        counted = first.lengths if isinstance(first, Ragged) else first
+        count = len(counted)
         for name, column in columns.items():
             if isinstance(column, Ragged):
                 self._extend(name, column.values)
@@ -164,7 +168,8 @@ class H5Writer:
             else:
                 self._extend(name, column)
 
-        self._first = self.end if self._first is None else self._first
+        if self._first is None:
+            self._first = self.end
         self.end += count
         self._file.check()
 
@@ -177,7 +182,7 @@ class H5Writer:
             data = self._rows.create_dataset(
                 name, stored.shape, stored.dtype, maxshape=(None, *stored.shape[1:]), chunks=chunks, **options
             )
-            data.attrs["dtype"] = _name_of(values)
+            data.attrs["dtype"] = _read_dtype(values)
             data[...] = stored
             return
 
@@ -201,18 +206,19 @@ class H5Writer:
         self._h5.attrs["rows"] = (first, self.end, head)
         text = np.frombuffer(to_text(state).encode(), np.uint8)
         self._h5.create_dataset("json", data=text, chunks=(max(1, len(text)),), fletcher32=True)
-        group = self._h5.create_group("state")
 
+        group = self._h5.create_group("state")
         for name, values in (tensors or {}).items():
             stored = _to_numpy(values)
             data = group.create_dataset(name, data=stored)
-            data.attrs["dtype"] = _name_of(values)
+            data.attrs["dtype"] = _read_dtype(values)
 
         self._h5.close()
         self._file.check()
         if self._sync:
             self._file.sync()
         self._file.close()
+
         files.rename(self._beside, self._path)
         if self._sync:
             files.sync_folder(self._path.parent)
@@ -239,7 +245,6 @@ class _H5Rows:
         for name, values in tensors.items():
             if name.endswith(_LENGTHS):
                 continue
-
             lengths = tensors.get(name + _LENGTHS)
             counted = values if lengths is None else lengths
             if not counted.ndim or len(counted) != self._skip + self.rows:
@@ -252,13 +257,13 @@ class _H5Rows:
             if not fits or bool((lengths > len(values)).any()) or int(lengths.sum()) != len(values):
                 raise DamagedFileError(f"the lengths of {name!r} do not add up to its {len(values)} values")
             columns[name] = Ragged(values[int(lengths[: self._skip].sum()) :], lengths[self._skip :])
-
         return columns
 
 
 def _read(h5: Any) -> LoadedVersion:
     """Return the version in a file; DamagedFileError if there is none."""
-    if str(form := _attribute(h5, "format")) not in (str(_FORMAT), "None"):
+    form = _attribute(h5, "format")
+    if str(form) not in (str(_FORMAT), "None"):
         raise ValueError(
             f"the file has format {form}, this version reads {_FORMAT}: install a later flatroll"
         )
@@ -266,10 +271,12 @@ def _read(h5: Any) -> LoadedVersion:
     try:
         first, end, head = map(int, _attribute(h5, "rows"))
         datasets = h5_columns(h5, single=True)
-        rows, state = (
-            {name[len(of) :]: data for name, data in datasets.items() if name.startswith(of)}
-            for of in ("rows/", "state/")
-        )
+        rows = {
+            name.removeprefix("rows/"): data for name, data in datasets.items() if name.startswith("rows/")
+        }
+        state = {
+            name.removeprefix("state/"): data for name, data in datasets.items() if name.startswith("state/")
+        }
         value = from_text(_read_dataset("json", datasets["json"]).numpy().tobytes())
         tensors = {name: _read_dataset(name, data) for name, data in state.items()}
     except (KeyError, ValueError, TypeError, AttributeError) as error:
@@ -279,8 +286,8 @@ def _read(h5: Any) -> LoadedVersion:
         raise DamagedFileError(
             f"its row numbers do not fit together: rows {first} ... {end - 1}, valid from row {head} on"
         )
-    segments: Any = (_H5Rows(rows, first, head, end),) if end > head else ()
 
+    segments: Any = (_H5Rows(rows, first, head, end),) if end > head else ()
     return LoadedVersion(Version(1, _LINE), value, tensors, head, end, {}, segments, None)
 
 
@@ -288,7 +295,9 @@ def _read_dataset(name: str, data: Any) -> Tensor:
     """Return the values of a checked dataset."""
     values = torch.from_numpy(np.ascontiguousarray(data[...]))
     dtype: Any = values.dtype
-    if isinstance(noted := _attribute(data, "dtype"), bytes):
+
+    noted = _attribute(data, "dtype")
+    if isinstance(noted, bytes):
         dtype = getattr(torch, noted.decode("ascii", "replace"), None)
     elif dtype is torch.int16:
         raise DamagedFileError(
@@ -298,6 +307,7 @@ def _read_dataset(name: str, data: Any) -> Tensor:
 
     if not isinstance(dtype, torch.dtype) or dtype.itemsize != values.element_size():
         raise DamagedFileError(f"{name!r} has an unknown dtype")
+
     if values.dtype is dtype:
         return values.reshape(data.shape)
     return values.reshape(data.shape).view(dtype)
@@ -312,7 +322,7 @@ def _attribute(owner: Any, name: str) -> Any:
     return None
 
 
-def _name_of(values: Tensor) -> Any:
+def _read_dtype(values: Tensor) -> Any:
     """Return the dtype name stored as an attribute."""
     return np.bytes_(str(values.dtype).removeprefix("torch."))
 

@@ -100,7 +100,6 @@ class OwnFilesCheckpointer:
             raise damaged(f"it lacks the folder {name}")
 
         view = StorageState(storage, ring.used, ring.pool_size)
-
         try:
             self.files.loads(view, self._path / name)
         except (LookupError, TypeError, AttributeError, RuntimeError) as error:
@@ -149,6 +148,7 @@ class OwnFilesSave:
         written = self._saved.path / f"{_PREFIX}{secrets.token_hex(8)}"
         written.mkdir(parents=True)
         self._written = written
+
         self._files.dumps(StorageState(self._storage, end - head, self._ring.pool_size), written)
 
     def publish(self, packer: Packer, facts: Mapping[str, Any]) -> Version:
@@ -158,8 +158,8 @@ class OwnFilesSave:
         version = self._folder.publish(packer.tree, packer.tensors, extra=noted)
         self._written = None
         self._saved.note(self._ring)
-        kept = {_folder_in(self._folder.load(number).extra) for number in self._folder.versions()}
 
+        kept = {_folder_in(self._folder.load(number).extra) for number in self._folder.versions()}
         for path in self._saved.path.glob(f"{_PREFIX}*"):
             if path.name not in kept:
                 shutil.rmtree(path, ignore_errors=True)

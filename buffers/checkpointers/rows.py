@@ -133,27 +133,26 @@ class StorageCheckpointerBase:
             return self.dump(storage, slots)
 
         rows = self.rows_for_hooks(storage, slots)
-        full = len(ring) == ring.capacity
 
+        full = len(ring) == ring.capacity
         converted = False
         for hook in self._save_hooks:
             if hasattr(hook, "shift") and hasattr(hook, "is_full"):
                 # Rows are sorted oldest first, independent of the ring's cursor.
                 conversion: Any = hook
-                conversion.shift, conversion.is_full = (0, True) if full else (len(slots), False)
+                conversion.shift = 0 if full else len(slots)
+                conversion.is_full = full
                 rows = hook(rows)
                 converted = True
             else:
                 rows = hook(rows, path=path)
 
         if converted or (isinstance(rows, TensorDictBase) and not rows.batch_dims):
-            memory = torch.frombuffer(
-                bytearray(_to_bytes(rows, "what the save hooks returned")), dtype=torch.uint8
-            )
+            encoded = _to_bytes(rows, "what the save hooks returned")
+            memory = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
             lengths = torch.zeros(len(slots), dtype=torch.int64)
             lengths[0] = len(memory)
             return {_CONVERTED: Ragged(memory, lengths)}
-
         return self.dump_given(storage.structure, rows, len(slots))
 
     def rows_for_hooks(self, storage: Storage, slots: Tensor) -> Any:
@@ -199,8 +198,8 @@ class StorageCheckpointerBase:
         """Return the result of :meth:`restore` for a version with ``ring``'s rows, after the load hooks."""
         if not self._load_hooks:
             return self.restore(storage, tables, spans(ring, version), ring.used)
-
         changed = []
+
         for slots, read in spans(ring, version):
             tensors = read({})
             if _CONVERTED in tensors:
@@ -212,7 +211,9 @@ class StorageCheckpointerBase:
             for count, given in parts:
                 for hook in self._load_hooks:
                     given = hook(given)
-                dumped = self.dump_given(structure_from_plain(tables.get("structure")), given, count)
+
+                structure = structure_from_plain(tables.get("structure"))
+                dumped = self.dump_given(structure, given, count)
                 part = slots[first : first + count]
                 changed.append(Span(part, lambda targets, dumped=dumped: dumped))  # type: ignore[misc]
                 first += count
@@ -270,7 +271,6 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
             for part, values in column.dump(slots).items():
                 at = name if part == "values" else f"{name}#{part}"
                 dumped[at] = Ragged(*values) if isinstance(values, tuple) else values
-
         return dumped
 
     @override
@@ -288,50 +288,27 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
             for key, column in columns.items()
             if type(column).restore is Column.restore
         }
-
         # True for slots in no file: the ring has dropped their rows.
         blank = torch.ones(rows, dtype=torch.bool)
 
         for slots, read in spans:
             first = int(slots[0]) if len(slots) else -1
             count = len(slots)
-
             in_place = first >= 0 and int(slots[-1]) - first == count - 1  # consecutive slots
+            targets: dict[str, Tensor] = {}
             if in_place:
                 blank[first : first + count] = False
+                targets = {column_name(key): values[first : first + count] for key, values in plain.items()}
             else:
                 blank[slots[slots >= 0]] = False
 
-            targets = {column_name(key): values[first : first + count] for key, values in plain.items()}
-            if in_place:
-                into = targets
-            else:
-                into = {}
-            tensors = read(into)
-            found: dict[NestedKey, dict[str, FileColumn]] = {key: {} for key in columns}
-
-            for name, values in tensors.items():
-                column, _, part = name.partition("#")
-                if name == _CONVERTED:
-                    raise ValueError(
-                        "save hooks changed the form of the rows: register the inverse with "
-                        "buffer.register_load_hook, such as Flat2TED() for TED2Flat()"
-                    )
-                if writer := _WRITERS.get(part):
-                    raise ValueError(
-                        f"the rows were written by a {writer}: set it as the storage's checkpointer"
-                    )
-                if column not in names:
-                    raise damaged(f"its rows have an entry {column!r}, expected {sorted(names)}")
-                found[names[column]][part or "values"] = values
-
-            for key, dumped in found.items():
-                if key in plain:
-                    values = columns[key].check_dump(dumped)
-                    if not in_place or values.data_ptr() != targets[column_name(key)].data_ptr():
-                        scatter(plain[key], slots, values)
-                else:
+            for key, dumped in _group_by_entry(read(targets), names).items():
+                if key not in plain:
                     parts[key].append(Part(slots, dumped))
+                    continue
+                values = columns[key].check_dump(dumped)
+                if not in_place or values.data_ptr() != targets[column_name(key)].data_ptr():
+                    scatter(plain[key], slots, values)
 
         empty = blank.nonzero().squeeze(1)
         if len(empty):  # the memory was not initialised
@@ -341,26 +318,24 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
         restored: dict[NestedKey, Any] = {
             key: {"values": values, "unshared": True} for key, values in plain.items()
         }
-
         for key in columns.keys() - plain.keys():
             try:
                 restored[key] = columns[key].restore(parts[key], rows)
             except ValueError as error:
                 raise ValueError(f"the entry {key!r}: {error}") from None
-
         return {**tables, "columns": restored}
 
     @override
     def rows_for_hooks(self, storage: Storage, slots: Tensor) -> Any:
-        if own := [key for key, column in storage.columns.items() if type(column).dump is not Column.dump]:
+        own = [key for key, column in storage.columns.items() if type(column).dump is not Column.dump]
+        if own:
             raise TypeError(
                 f"hooks take rows of plain tensors, the storage keeps {own[0]!r} in another form: leave it out of "
                 "frame_stack, codec and sparse"
             )
 
-        return storage.build(
-            {key: column.take(slots) for key, column in storage.columns.items()}, slots.shape
-        )
+        values = {key: column.take(slots) for key, column in storage.columns.items()}
+        return storage.build(values, slots.shape)
 
     @override
     def dump_given(self, structure: Structure | None, rows: Any, count: int) -> dict[str, FileColumn]:
@@ -416,7 +391,6 @@ class ListStorageCheckpointer(StorageCheckpointerBase):
                 end += size
                 if slot >= 0:
                     items[slot] = _from_bytes(memory[end - size : end])
-
         return {"items": items}
 
     @override
@@ -433,9 +407,8 @@ class ListStorageCheckpointer(StorageCheckpointerBase):
     def given_from(self, storage: Storage, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
         column = tensors.get("items")
         count = len(column.lengths) if isinstance(column, Ragged) else 0
-        return self.restore(storage, tables, [Span(torch.arange(count), lambda targets: tensors)], count)[
-            "items"
-        ]
+        dumped = Span(torch.arange(count), lambda targets: tensors)
+        return self.restore(storage, tables, [dumped], count)["items"]
 
 
 class FlatStorageCheckpointer(TensorStorageCheckpointer):
@@ -465,9 +438,8 @@ class FlatStorageCheckpointer(TensorStorageCheckpointer):
         reward_keys: Iterable[NestedKey] | None = None,
     ) -> None:
         super().__init__()
-        self.done_keys, self.reward_keys = (
-            [plain_key(key) for key in keys or ()] for keys in (done_keys, reward_keys)
-        )
+        self.done_keys = [plain_key(key) for key in done_keys or ()]
+        self.reward_keys = [plain_key(key) for key in reward_keys or ()]
 
     @override
     def check(self, storage: Storage) -> None:
@@ -493,18 +465,17 @@ class FlatStorageCheckpointer(TensorStorageCheckpointer):
 
             kept = torch.ones(len(now), dtype=torch.bool, device=now.device)  # the last row is always kept
             kept[:-1] = differ(after[:-1], now[1:])
+
             del dumped[later]
             dumped[later + _AFTER] = Ragged(after[kept], kept.long())
-
         return dumped
 
     @override
     def restore(
         self, storage: Storage, tables: dict[str, Any], spans: Iterable[Span], rows: int
     ) -> dict[str, Any]:
-        return super().restore(
-            storage, tables, (Span(slots, partial(_fill_next, read)) for slots, read in spans), rows
-        )
+        filled = (Span(slots, partial(_fill_next, read)) for slots, read in spans)
+        return super().restore(storage, tables, filled, rows)
 
 
 class NestedStorageCheckpointer(FlatStorageCheckpointer):
@@ -663,7 +634,7 @@ class StorageEnsembleCheckpointer:
 Checkpointer: TypeAlias = StorageCheckpointerBase | DiskStorageCheckpointer | OwnFilesCheckpointer
 
 
-def checkpointer_of(storage: Storage) -> Checkpointer:
+def find_checkpointer(storage: Storage) -> Checkpointer:
     """Return the checkpointer of ``storage``, the default one if none was set; TypeError if it does not fit."""
     if storage.checkpointer is None:
         if isinstance(storage, DiskStorage):
@@ -687,14 +658,14 @@ def checkpointer_of(storage: Storage) -> Checkpointer:
             "checkpointer must be a StorageCheckpointerBase, such as TensorStorageCheckpointer(), or have "
             f"dumps(storage, path) and loads(storage, path), got {checkpointer!r}"
         )
-    checkpointer.check(storage)
 
+    checkpointer.check(storage)
     return checkpointer
 
 
 def checkpointer_with_hooks(storage: Storage) -> StorageCheckpointerBase:
     """Return the checkpointer of ``storage`` for hooks; TypeError if it copies no rows."""
-    checkpointer = checkpointer_of(storage)
+    checkpointer = find_checkpointer(storage)
     if isinstance(checkpointer, DiskStorageCheckpointer):
         raise TypeError(
             "DiskStorageCheckpointer does not accept hooks: it writes no rows that they could change"
@@ -720,7 +691,6 @@ def spans(ring: Ring, version: LoadedVersion) -> Iterator[Span]:
     """Return the spans of ``ring``'s rows in a version's files; ValueError if the version has other rows."""
     head, end = ring.saved_rows
     check_rows((head, end), (version.head, version.end))
-
     for segment in version.segments:
         if segment.rows > ring.capacity:
             raise damaged(f"one of its files has {segment.rows} rows, more than the ring's {ring.capacity}")
@@ -730,6 +700,28 @@ def spans(ring: Ring, version: LoadedVersion) -> Iterator[Span]:
         slots[ring.capacity - start :] -= ring.capacity  # wrap around the end of the ring
         slots[: max(0, head - segment.first)] = -1
         yield Span(slots, segment.read)
+
+
+def _group_by_entry(
+    tensors: Mapping[str, FileColumn], names: Mapping[str, NestedKey]
+) -> dict[NestedKey, dict[str, FileColumn]]:
+    """Return a file's columns by entry and part; ``names`` are the entries' keys by their names in the file."""
+    found: dict[NestedKey, dict[str, FileColumn]] = {key: {} for key in names.values()}
+    for name, values in tensors.items():
+        column, _, part = name.partition("#")
+        if name == _CONVERTED:
+            raise ValueError(
+                "save hooks changed the form of the rows: register the inverse with "
+                "buffer.register_load_hook, such as Flat2TED() for TED2Flat()"
+            )
+        if part in _WRITERS:
+            raise ValueError(
+                f"the rows were written by a {_WRITERS[part]}: set it as the storage's checkpointer"
+            )
+        if column not in names:
+            raise damaged(f"its rows have an entry {column!r}, expected {sorted(names)}")
+        found[names[column]][part or "values"] = values
+    return found
 
 
 def _read_converted(column: FileColumn) -> list[tuple[int, Any]]:
@@ -745,8 +737,8 @@ def _read_converted(column: FileColumn) -> list[tuple[int, Any]]:
     firsts = column.lengths.nonzero().squeeze(1)
     ends = column.lengths[firsts].cumsum(0).tolist()
     counts = torch.diff(firsts, append=torch.tensor([len(column.lengths)])).tolist()
-    starts = [0, *ends[:-1]]
 
+    starts = [0, *ends[:-1]]
     return [
         (count, _from_bytes(memory[start:end]))
         for count, start, end in zip(counts, starts, ends, strict=True)
@@ -771,7 +763,6 @@ def _from_bytes(memory: bytes) -> Any:
     size = int.from_bytes(memory[:8], "little")
     if size > len(memory) - 8:
         raise damaged("an item is cut short")
-
     try:
         tensors = load(memory[8 + size :])
     except SafetensorError as error:
@@ -784,7 +775,9 @@ def _end_to_end(pieces: list[bytes]) -> Ragged:
         values = torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8)
     else:
         values = torch.zeros(0).byte()
-    return Ragged(values, torch.tensor([len(piece) for piece in pieces], dtype=torch.int64))
+
+    lengths = torch.tensor([len(piece) for piece in pieces], dtype=torch.int64)
+    return Ragged(values, lengths)
 
 
 def _without_starts(read: Reader, targets: Mapping[str, Tensor]) -> dict[str, FileColumn]:
@@ -796,7 +789,6 @@ def _fill_next(read: Reader, targets: Mapping[str, Tensor]) -> dict[str, FileCol
     """Return the columns of a span with all next values."""
     tensors = read(targets)
     filled = {name: values for name, values in tensors.items() if not name.endswith(_AFTER)}
-
     for name, kept in tensors.items():
         if not name.endswith(_AFTER):
             continue
@@ -813,5 +805,4 @@ def _fill_next(read: Reader, targets: Mapping[str, Tensor]) -> dict[str, FileCol
         after = now.roll(-1, 0)
         put_rows(after, kept.lengths.nonzero().squeeze(1), kept.values)
         filled[later] = after
-
     return filled

@@ -56,7 +56,8 @@ class SavedFolder:
         low, high = map(int, torch.aminmax(numbers))
         self.edits.append((low, high))
         if len(self.edits) > _MOST_EDITS and not self.saving:
-            self.edits = [(min(low for low, _ in self.edits), max(high for _, high in self.edits))]
+            lows, highs = zip(*self.edits, strict=True)
+            self.edits = [(min(lows), max(highs))]
 
 
 class SavedFolders:
@@ -194,8 +195,10 @@ class RowCopy:
         self._ring = ring
         self._count = segment_rows
         self._dump = dump
+
         self._parts: list[tuple[int, Mapping[str, Any]]] = []
-        self._head = self._edits = 0
+        self._head = 0
+        self._edits = 0
         saved.saving = True
 
     def close(self) -> None:
@@ -211,24 +214,28 @@ class RowCopy:
             first = self._writer.end
             if end - first <= self._count:
                 return
+
             # Rows overwritten meanwhile are below the version's head and are not read again.
             slots = torch.arange(first, first + self._count) % self._ring.capacity
             self._writer.append(self._dump(slots))
 
     def hold(self, head: int, end: int) -> None:
         """Copy the remaining rows and edited rows of existing files, in memory."""
-        self._head, self._edits = head, len(self._saved.edits)
+        self._head = head
+        self._edits = len(self._saved.edits)
         self._writer.drop_before(head)
+
         ranges = [
             (segment.first, segment.end)
             for segment in self._writer.segments
             if any(low < segment.end and segment.first <= high for low, high in self._saved.edits)
         ]
-
         if self._writer.end < end:
             ranges.append((self._writer.end, end))
+
         for first, stop in ranges:
-            self._parts.append((first, self._dump(torch.arange(first, stop) % self._ring.capacity)))
+            slots = torch.arange(first, stop) % self._ring.capacity
+            self._parts.append((first, self._dump(slots)))
 
     def publish(self, packer: Packer, facts: Mapping[str, Any]) -> Version:
         """Write the remaining rows and publish them together with the contents of ``packer``."""

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from flatroll.kernels.rows.gather import HostColumns
 
 Columns = dict[NestedKey, Tensor]  # a batch or sample: tensors [N, ...] by key
+#: The dtype and the shape of one row's value, by key.
+RowForm: TypeAlias = Mapping[NestedKey, tuple[torch.dtype, torch.Size]]
 #: Rows of a column in file form: tensors ``[N, ...]`` by name, or (values of all rows, lengths ``[N]``).
 Dumped: TypeAlias = Mapping[str, Tensor | tuple[Tensor, Tensor]]
 
@@ -183,7 +185,6 @@ def check_values(name: str, values: object, dtype: torch.dtype, shape: tuple[int
     expected = f"a dense tensor of {dtype} {['N', *shape]}"
     if not isinstance(values, Tensor):
         raise damaged(f"its {name} are {type(values).__name__}, expected {expected}")
-
     dense = values.layout is torch.strided and values.device.type != "meta"
     if not dense or values.dtype is not dtype or not values.ndim or values.shape[1:] != shape:
         raise damaged(f"its {name} are {values.dtype} {list(values.shape)}, expected {expected}")
@@ -209,11 +210,8 @@ def scattered(
     for slots, dumped in parts:
         given = dumped[name]
         if isinstance(given, tuple):
-            place = given[0]
-        else:
-            place = given
-        scatter(values, slots, place)
-
+            given = given[0]
+        scatter(values, slots, given)
     return values
 
 
@@ -224,10 +222,9 @@ def scatter(values: Tensor, slots: Tensor, given: Tensor) -> None:
     >>> scatter(values, torch.tensor([-1, 1, 2]), torch.tensor([7.0, 8.0, 9.0])), values
     (None, tensor([0., 8., 9.]))
     """
+    gone = 0
     if len(slots) and int(slots[0]) < 0:
         gone = int((slots < 0).sum())
-    else:
-        gone = 0
     at = slots[gone:]
     new = given[gone:]
     if not len(at):
@@ -249,7 +246,9 @@ def differ(left: Tensor, right: Tensor) -> Tensor:
     left = left.resolve_neg()
     right = right.resolve_neg()
     if left.is_complex():
-        left, right = (torch.view_as_real(side.resolve_conj()) for side in (left, right))
+        left = torch.view_as_real(left.resolve_conj())
+        right = torch.view_as_real(right.resolve_conj())
+
     # Compared as integers of the same width, because as floats 0.0 equals -0.0 and NaN differs from itself.
     word = _WORDS[left.element_size()]
     different = left.view(word).ne(right.view(word))
@@ -263,9 +262,13 @@ def take_rows(column: Tensor, slots: Tensor, huge: bool = False) -> Tensor:
 
     With ``huge``, the copies of a column in host memory are in huge pages.
     """
-    plain = signed(column) if column.dtype in _UNSIGNED else column
+    plain = column
+    if column.dtype in _UNSIGNED:
+        plain = signed(column)
     flat = plain.ndim == 2 and plain.shape[1] == 1  # torch reads a flat column twice as fast
-    source = plain.view(-1) if flat else plain
+    source = plain
+    if flat:
+        source = plain.view(-1)
 
     if huge and column.is_cpu:
         out = host_memory(len(slots), source.dtype, tuple(source.shape[1:]))
@@ -273,7 +276,8 @@ def take_rows(column: Tensor, slots: Tensor, huge: bool = False) -> Tensor:
     else:
         rows = source.index_select(0, slots)
 
-    rows = rows.unsqueeze_(-1) if flat else rows
+    if flat:
+        rows = rows.unsqueeze_(-1)
     if plain is column:
         return rows
     return rows.view(column.dtype)
@@ -284,7 +288,6 @@ def put_rows(column: Tensor, slots: Tensor, values: Tensor) -> None:
     if column.dtype in _UNSIGNED:
         column = signed(column)
         values = signed(values)
-
     if values.requires_grad:  # keep the column out of the autograd graph
         values = values.detach()
     column.index_copy_(0, slots, values)
@@ -309,8 +312,10 @@ class TensorColumn(Column):
 
     @override
     def write(self, slot: int, values: Tensor, after: After | None = None) -> None:
+        if values.requires_grad:
+            values = values.detach()
         # len() of a tensor would take five times as long
-        self.data[slot : slot + values.shape[0]] = values.detach() if values.requires_grad else values
+        self.data[slot : slot + values.shape[0]] = values
 
     @override
     def put(self, slots: Tensor, values: Tensor, after: After | None = None) -> None:
@@ -330,6 +335,7 @@ class TensorColumn(Column):
     def grow(self, rows: int) -> None:
         if rows <= len(self.data):
             return
+
         # The old tensor stays valid for readers on other threads.
         larger = self.data.new_empty((rows, *self.shape))
         larger[: len(self.data)] = self.data
@@ -368,8 +374,6 @@ def plain_columns(
         and column.data.numel()
         and column.data.is_contiguous()
     }
-    if len(plain) == len(columns):
-        names = next_keys
-    else:
-        names = None
-    return HostColumns(plain, names)
+    if len(plain) != len(columns):
+        next_keys = None
+    return HostColumns(plain, next_keys)

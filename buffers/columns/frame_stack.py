@@ -23,7 +23,7 @@ from flatroll.buffers.columns.column import (
 )
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.index.saved_tables import damaged
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import check_whole_number
 from flatroll.layout.keys import NestedKey
 
 #: Creates a column of frames: (number of frames, frame shape in words, integer dtype of a word) -> column.
@@ -87,11 +87,11 @@ class FrameColumn(Column):
         check_stack(stack, shape)
         self.dtype = dtype
         self.shape = torch.Size(shape)
+
         frame_bytes = math.prod(shape[1:]) * dtype.itemsize
         device = torch.device(device)
         if make is None:
             make = partial(_in_memory, device=device)
-
         # One frame per row, plus 2 % for the first frames of episodes. The pool grows when needed.
         self.frames = FramePool(rows + rows // 50 + 64, frame_bytes, device, make)
         self.main = self
@@ -100,10 +100,7 @@ class FrameColumn(Column):
     @override
     def write(self, slot: int, values: Tensor, after: After | None = None) -> None:
         # The slot before the first one (around the ring) is a candidate even without a hint.
-        if self.main is self:
-            slot_before = (slot - 1) % len(self.refs)
-        else:
-            slot_before = None
+        slot_before = (slot - 1) % len(self.refs) if self.main is self else None
         self._store(np.arange(slot, slot + len(values)), values, after, slot_before)
 
     @override
@@ -128,14 +125,16 @@ class FrameColumn(Column):
         if after is not None:
             hint[after.rows.numpy(force=True)] = np.arange(len(after.rows))
             candidates = after.slots.numpy(force=True)
-
         if slot_before is not None and hint[0] < 0:
-            hint[0], candidates = len(candidates), np.append(candidates, slot_before)
+            hint[0] = len(candidates)
+            candidates = np.append(candidates, slot_before)
+
         held = self.main.refs.take(candidates, 0)
         shares, repeats, new = match(words, *pool.look_up(held), hint)
 
         # Count the shared frames of the new rows before releasing those of the old rows: they may be the same frames.
         kernels().replace(pool.state, pool.counts, self.refs, slots, hint, held, shares)
+
         frames = pool.allocate(new)
         source = np.empty(new, np.int64)
         kernels().assign(pool.counts, self.refs, slots, shares, repeats, frames, source)
@@ -152,8 +151,10 @@ class FrameColumn(Column):
     def pool(self) -> "FrameColumn":
         # A side column uses the same frame pool; `After` still refers to slots of the main column.
         side = object.__new__(FrameColumn)
-        side.dtype, side.shape = self.dtype, self.shape
-        side.frames, side.main = self.frames, self.main
+        side.dtype = self.dtype
+        side.shape = self.shape
+        side.frames = self.frames
+        side.main = self.main
         side.refs = np.zeros((0, self.refs.shape[1]), np.int32)
         return side
 
@@ -194,8 +195,8 @@ class FrameColumn(Column):
         order = np.argsort(firsts)  # distinct frames in order of first use
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
-        added = np.bincount(firsts // self.shape[0], minlength=len(refs))  # frames that each row adds
 
+        added = np.bincount(firsts // self.shape[0], minlength=len(refs))  # frames that each row adds
         # Counted back from the row's last frame, so that dumps can be concatenated.
         back = np.cumsum(added)[:, None] - place[inverse.reshape(refs.shape)]
         dumped = {"back": torch.from_numpy(back.astype(np.int32))}
@@ -203,18 +204,19 @@ class FrameColumn(Column):
 
     @override
     def restore(self, parts: Sequence[Part], rows: int) -> dict[str, Any]:
-        # frame 0 is blank
-        first = 1
+        first = 1  # frame 0 is blank
         numbered = list[Part]()
         frames = list[Part]()
-        kind = dict.fromkeys(by_row(self.frames.dump(np.zeros(0, np.int64)), np.zeros(0, np.int64)), True)
+        none = np.zeros(0, np.int64)
+        kind = dict.fromkeys(by_row(self.frames.dump(none), none), True)
 
         for slots, dumped in parts:
             check_dumped(dumped, {"back": False, **kind})
             back = dumped["back"]
             check_values("frame numbers", back, torch.int32, self.shape[:1])
             assert isinstance(back, Tensor)
-            added, pieces = frames_of(dumped)
+
+            added, pieces = read_frames(dumped)
             if len(added) and int(added.max()) > 2**31 - first:
                 raise damaged("it has more frames than can be numbered")
 
@@ -256,7 +258,6 @@ class FrameColumn(Column):
 
         refs = state["refs"].numpy(force=True)
         self.grow(len(refs))
-
         # Let rows refer to the blank frame while the pool is replaced, so that readers stay in range.
         self.refs[:] = 0
         self.frames.load_state_dict(state["frames"], refs)
@@ -271,18 +272,16 @@ def by_row(dumped: Dumped, added: Array) -> dict[str, tuple[Tensor, Tensor]]:
     cut = {}
     frames = torch.from_numpy(added)
     row = torch.repeat_interleave(frames)  # row of each frame
-
     for name, values in dumped.items():
         if isinstance(values, Tensor):
             cut[f"frames.{name}"] = values, frames
         else:
             cut[f"frames.{name}.each"] = values[1], frames
             cut[f"frames.{name}"] = values[0], torch.zeros_like(frames).index_add_(0, row, values[1])
-
     return cut
 
 
-def frames_of(dumped: Dumped) -> tuple[Tensor, dict[str, Tensor | tuple[Tensor, Tensor]]]:
+def read_frames(dumped: Dumped) -> tuple[Tensor, dict[str, Tensor | tuple[Tensor, Tensor]]]:
     """Return the number of frames each row adds and their column's dump; ValueError on mismatch.
 
     The inverse of `by_row`.
@@ -292,15 +291,17 @@ def frames_of(dumped: Dumped) -> tuple[Tensor, dict[str, Tensor | tuple[Tensor, 
     added = list[Tensor]()
     for name, (values, lengths) in ragged.items():
         each = ragged.get(f"{name}.each")
-        if each is not None:
-            check_values("sizes", each[0], torch.int64, ())
-            if bool(((each[0] < 0) | (each[0] > len(values))).any()) or int(each[0].sum()) != len(values):
-                raise damaged("the sizes of its frames do not add up")
-            pieces[name.removeprefix("frames.")] = values, each[0]
-        else:
+        if each is None:
             added.append(lengths)
             if not name.endswith(".each"):
                 pieces[name.removeprefix("frames.")] = values
+            continue
+
+        sizes = each[0]
+        check_values("sizes", sizes, torch.int64, ())
+        if bool(((sizes < 0) | (sizes > len(values))).any()) or int(sizes.sum()) != len(values):
+            raise damaged("the sizes of its frames do not add up")
+        pieces[name.removeprefix("frames.")] = values, sizes
 
     if not all(torch.equal(one, added[0]) for one in added):
         raise damaged("its rows add different numbers of frames and of frame sizes")
@@ -328,6 +329,7 @@ class FramePool:
         self._device = device
         self._make = make
         self._first_size = frames
+
         self.state: Array = np.zeros(1, _STATE)
         self.state["high"] = 1
         self.counts: Array = np.zeros(frames, np.int32)
@@ -339,10 +341,10 @@ class FramePool:
         """``values`` ``[rows, stack, *frame]`` as integers ``[rows, stack, words]`` on the device, aligned."""
         flat = values.detach().to(self._device).resolve_conj().resolve_neg().contiguous()
         wide = self._word.itemsize
-
         # A view as wider words needs an aligned address, which a slice may lack.
         if flat.storage_offset() * flat.element_size() % wide or flat.data_ptr() % wide:
             flat = flat.clone()
+
         flat = flat.view(rows * stack, self._frame_bytes // flat.element_size()).view(self._word)
         return flat.view(rows, stack, *self._shape)
 
@@ -390,6 +392,7 @@ class FramePool:
         if memory is not None:
             kernels().copy(words.numpy(), source, memory.numpy(), frames)
             return
+
         for at, column, rows in self._by_column(frames):
             column.put(rows, words.index_select(0, torch.from_numpy(source)[at].to(words.device)))
 
@@ -452,7 +455,6 @@ class FramePool:
         high = int(self.state["high"][0])
         begins = [begin for begin, _ in self.columns]
         sizes = np.diff([*begins, len(self.counts)]).tolist()
-
         # Only frames below ``high`` were ever written.
         used = [min(size, max(0, high - begin)) for size, begin in zip(sizes, begins, strict=True)]
         columns = [column.state_dict(n) for n, (_, column) in zip(used, self.columns, strict=True)]
@@ -482,16 +484,16 @@ class FramePool:
         used = self._frames_in(state)
         # Allocate each piece for its frames, and the first at least as large as this pool's first.
         keep = state["sizes"][0] == self._first_size or (used[0] <= self._first_size and not any(used[1:]))
+        sizes = list(used)
+        columns: list[Column] = []
         if keep:
-            first_size = self._first_size
-        else:
-            first_size = used[0]
-        sizes = [first_size, *used[1:]]
+            sizes[0] = self._first_size
+            columns = [self.columns[0][1]]
         begins = np.cumsum([0, *sizes]).tolist()
-        reused = [self.columns[0][1]] if keep else []
-        columns = reused + [self._make(size, self._shape, self._word) for size in sizes[len(reused) :]]
+        columns += [self._make(size, self._shape, self._word) for size in sizes[len(columns) :]]
         for column, column_state in zip(columns, state["columns"], strict=True):
             column.load_state_dict(column_state)
+
         counts = np.bincount(refs.reshape(-1), minlength=begins[-1]).astype(np.int32)
         counts[0] = 0
         named = np.flatnonzero(counts)
@@ -500,8 +502,13 @@ class FramePool:
         # Unreferenced frames below ``high`` form the free list: each count is -1 - (next frame), 0 at the end.
         free = np.flatnonzero(counts[1:high] == 0) + 1
         counts[free] = -1 - np.append(free[1:], 0)
-        self.state[0] = (high, free[0], free[-1], len(free)) if len(free) else (high, 0, 0, 0)
-        self.counts, self._first_size = counts, sizes[0]
+        if len(free):
+            self.state[0] = (high, free[0], free[-1], len(free))
+        else:
+            self.state[0] = (high, 0, 0, 0)
+
+        self.counts = counts
+        self._first_size = sizes[0]
         self.columns = tuple(zip(begins[:-1], columns, strict=True))
 
 
@@ -529,7 +536,8 @@ def match_by_torch(words: Tensor, stored: Tensor, held: Array, hint: Array) -> t
     """Do the same as `match` in torch, on any device, with a single sync."""
     rows, stack = words.shape[:2]
     hinted = np.flatnonzero(hint >= 0)
-    at, picked = (torch.from_numpy(a).to(words.device) for a in (hinted, held[hint[hinted], 1:].reshape(-1)))
+    at = torch.from_numpy(hinted).to(words.device)
+    picked = torch.from_numpy(held[hint[hinted], 1:].reshape(-1)).to(words.device)
 
     # A row continues another if its frames 0 ... S - 2 equal the other's frames 1 ... S - 1.
     oldest = words[:, :-1].index_select(0, at)
@@ -538,6 +546,7 @@ def match_by_torch(words: Tensor, stored: Tensor, held: Array, hint: Array) -> t
     equal = ~words[:, 1:].ne(words[:, :-1]).any(2)
     flags = torch.cat([continues, rolls, equal.flatten()]).numpy(force=True)  # the only sync
     continues_, rolls_, equal_ = np.split(flags, [len(hinted), len(hinted) + rows - 1])
+
     shares = np.zeros(rows, np.int8)
     repeats = np.zeros((rows, stack), np.bool_)
     shares[1:][rolls_] = _BEFORE
@@ -545,7 +554,6 @@ def match_by_torch(words: Tensor, stored: Tensor, held: Array, hint: Array) -> t
     repeats[:, 1:] = equal_.reshape(rows, stack - 1)
     repeats[shares != _NOTHING, :-1] = False
     new = int(np.where(shares == _NOTHING, stack, 1).sum() - repeats.sum())
-
     return shares, repeats, new
 
 
@@ -574,7 +582,7 @@ def check_stack(stack: int, shape: torch.Size, key: NestedKey | None = None) -> 
 stack to the first axis, or leave the key out of frame_stack
     """
     of = "" if key is None else f" of {key!r}"
-    whole_number(f"frame_stack{of}", stack, 2)
+    check_whole_number(f"frame_stack{of}", stack, 2)
     if not len(shape) or shape[0] != stack:
         raise ValueError(
             f"frame_stack={stack}{of} needs rows [{stack}, *frame], oldest frame first, got {list(shape)}: move the "

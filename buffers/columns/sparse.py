@@ -65,6 +65,7 @@ class SparseColumn(Column):
         slots = slots.to(self.device)
         values = values.detach().to(self.device)
         self._written = max(self._written, int(slots.max()) + 1)
+
         old = self._place.index_select(0, slots)
         filled = differ(values, torch.zeros_like(values[:1]).expand_as(values).contiguous())
         count = int(filled.sum())
@@ -127,14 +128,13 @@ class SparseColumn(Column):
     def restore(self, parts: Sequence[Part], rows: int) -> dict[str, Any]:
         slots = [torch.zeros(0, dtype=torch.int64)]
         values = [torch.empty((0, *self.shape), dtype=self.dtype)]
-
         for places, dumped in parts:
             check_dumped(dumped, {"values": True})
             stored, lengths = dumped["values"]
             check_values("values", stored, self.dtype, self.shape)
+
             if bool((lengths > 1).any()):
                 raise damaged("a row has more than one value")
-
             at = places[lengths > 0]
             slots.append(at[at >= 0])
             values.append(stored[at >= 0])

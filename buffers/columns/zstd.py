@@ -15,7 +15,7 @@ from flatroll.buffers.columns.column import After, Column, Dumped, Part, check_d
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.kernels.threads import run_blocks
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import check_whole_number
 
 _THREAD_BYTES = 2**23  # bytes of values that are worth another thread
 _DICTIONARY_BYTES = 2**14  # longer dictionaries are slower and compress no better
@@ -64,7 +64,8 @@ class ZstdColumn(Column):
         threads: int | None = None,
     ) -> None:
         if threads is not None:
-            whole_number("threads", threads)
+            check_whole_number("threads", threads)
+
         self.dtype = dtype
         self.shape = torch.Size(shape)
         self.device = torch.device(device)
@@ -113,8 +114,8 @@ class ZstdColumn(Column):
         values = self.codec.decode(self._rows[distinct], self.value_bytes)
         if inverse is not None:
             values = values.take(inverse, 0)
-        shaped = torch.from_numpy(values).view(-1).view(self.dtype).view(len(slots), *self.shape)
 
+        shaped = torch.from_numpy(values).view(-1).view(self.dtype).view(len(slots), *self.shape)
         return shaped.to(self.device)
 
     @override
@@ -155,7 +156,6 @@ class ZstdColumn(Column):
         dictionary = state["dictionary"]
         if len(slots):
             of_first[0] = len(dictionary)
-
         return {
             "rows": (state["rows"], state["sizes"]),
             "dictionary": (dictionary[: int(of_first.sum())], of_first),
@@ -166,41 +166,33 @@ class ZstdColumn(Column):
         """Return the state of these rows; parts with a different dictionary are recompressed."""
         codec = _Codec(self.codec.level, self.codec.threads)
         compressed: Array = np.empty(rows, object)  # None where no part has the row
-
         for slots, dumped in parts:
             check_dumped(dumped, {"rows": True, "dictionary": True})
-            (joined, sizes) = dumped["rows"]
-            (dictionary, lengths) = dumped["dictionary"]
+            joined, sizes = dumped["rows"]
+            dictionary, lengths = dumped["dictionary"]
 
             # Several dumps may be concatenated; each begins with its dictionary.
             begins = sorted({0, *lengths.nonzero().flatten().tolist()})
-
             for first, stop in zip(begins, [*begins[1:], len(slots)], strict=True):
                 low = int(sizes[:first].sum())
                 high = int(sizes[:stop].sum())
-                before = int(lengths[:first].sum())
-
+                own = dictionary
                 if len(lengths):
-                    shared = dictionary[before : before + int(lengths[first])]
-                else:
-                    shared = dictionary
+                    before = int(lengths[:first].sum())
+                    own = dictionary[before : before + int(lengths[first])]
 
-                part = {
-                    "rows": joined[low:high],
-                    "sizes": sizes[first:stop],
-                    "dictionary": shared,
-                }
-
+                part = {"rows": joined[low:high], "sizes": sizes[first:stop], "dictionary": own}
                 self.check_state_dict(part)
                 at = slots[first:stop].numpy()
                 recoded = self._cut(part)
-                prefix = part["dictionary"].numpy(force=True).tobytes()
+
+                prefix = own.numpy(force=True).tobytes()
                 codec.begin(prefix)  # keeps the first dictionary
                 if prefix not in (b"", codec.prefix):
                     values = self._decode_rows(recoded, prefix)
                     recoded = np.concatenate([recoded[:0], *map(codec.encode, values)])
-                compressed[at[at >= 0]] = recoded[at >= 0]
 
+                compressed[at[at >= 0]] = recoded[at >= 0]
         return _join([row or self._blank for row in compressed], codec.prefix)
 
     @override
@@ -211,15 +203,14 @@ class ZstdColumn(Column):
         check_values("compressed rows", joined, torch.uint8, ())
         check_values("dictionary", dictionary, torch.uint8, ())
         count = check_values("sizes", sizes, torch.int64, ())
-        if (count and (int(sizes.min()) < 1 or int(sizes.max()) > len(joined))) or int(sizes.sum()) != len(
-            joined
-        ):
+        invalid = count and (int(sizes.min()) < 1 or int(sizes.max()) > len(joined))
+        if invalid or int(sizes.sum()) != len(joined):
             raise damaged(f"its {count} sizes do not add up to {len(joined)} compressed bytes")
 
         rows = self._cut(state)
-
         expected = self.value_bytes
         zstandard = _zstandard()
+
         try:
             wrong = next((i for i, row in enumerate(rows) if frame_size(zstandard, row) != expected), None)
             prefix = dictionary.numpy(force=True).tobytes()
@@ -262,6 +253,7 @@ class ZstdColumn(Column):
         """Yield the decoded values of ``rows`` compressed with dictionary ``prefix``, in chunks."""
         other = _Codec(self.codec.level, self.codec.threads, prefix)
         step = max(1, 4 * _THREAD_BYTES // max(1, self.value_bytes))  # number of rows decoded at a time
+
         for first in range(0, len(rows), step):
             yield other.decode(rows[first : first + step], self.value_bytes)
 
@@ -290,6 +282,7 @@ def _join(compressed: list[bytes], prefix: bytes) -> dict[str, Tensor]:
     joined = torch.zeros(0).byte()
     if compressed:
         joined = torch.frombuffer(bytearray(b"".join(compressed)), dtype=torch.uint8)
+
     sizes = torch.tensor([len(row) for row in compressed], dtype=torch.int64)
     return {"rows": joined, "sizes": sizes, "dictionary": torch.tensor(list(prefix), dtype=torch.uint8)}
 
@@ -298,13 +291,13 @@ class _Codec:
     """zstd with one dictionary for all rows and several threads for large batches."""
 
     def __init__(self, level: int, threads: int | None, prefix: bytes = b"") -> None:
-        whole_number("level", level, 1, 22)
+        check_whole_number("level", level, 1, 22)
         _zstandard()
         self.level = level
         self.threads = threads
         self.prefix = b""
-        self._dictionary: Any = None
 
+        self._dictionary: Any = None
         # Idle objects, used by one thread at a time: creating one takes longer than decoding a frame.
         self._compressors: list[Any] = []
         self._decompressors: list[Any] = []
@@ -355,7 +348,6 @@ class _Codec:
                 decompressor.stream_reader(joined, read_across_frames=True) as reader,
             ):
                 got = reader.readinto(values[first:stop].reshape(-1))
-
             if got != (stop - first) * size:
                 raise RuntimeError(f"{stop - first} compressed rows of {size} bytes gave {got} bytes")
 
@@ -365,14 +357,11 @@ class _Codec:
 
     def _run_in_threads(self, work: Callable[[int, int], None], rows: int, size: int) -> None:
         """Call ``work(first, stop)`` on shares of ``rows``, in a number of threads that suits ``size`` bytes."""
-        if self.threads is None:
-            threads = torch.get_num_threads()
-        else:
-            threads = self.threads
+        threads = torch.get_num_threads() if self.threads is None else self.threads
         parts = max(1, min(threads, size // _THREAD_BYTES, rows))
-
         # Part i is rows * i // parts ... rows * (i + 1) // parts - 1; sizes differ by at most one.
-        run_blocks(work, [rows * i // parts for i in range(parts + 1)], parts)
+        bounds = [rows * i // parts for i in range(parts + 1)]
+        run_blocks(work, bounds, parts)
 
     def __reduce__(self) -> tuple[type["_Codec"], tuple[int, int | None, bytes]]:
         return _Codec, (self.level, self.threads, self.prefix)

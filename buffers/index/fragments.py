@@ -50,7 +50,6 @@ class BoundaryKeys:
         if traj_key is None:
             only_episode = batch.get(TRAJ_IDS, None) is None and batch.get("episode", None) is not None
             traj_key = "episode" if only_episode else TRAJ_IDS
-
         if end_key is None:
             end_key = DONE
         return cls(is_init=init_key, done=end_key, traj=traj_key)
@@ -63,20 +62,17 @@ class BoundaryKeys:
     @classmethod
     def from_plain(cls, plain: Any) -> "BoundaryKeys":
         """Invert :meth:`to_plain`; ValueError if ``plain`` is not valid."""
-        if isinstance(plain, dict):
-            more = plain.get("more_done")
-        else:
-            more = None
-
+        more = plain.get("more_done") if isinstance(plain, dict) else None
         if not isinstance(more, list) or plain.keys() != {*_NAMES, "more_done", "in_order"}:
             raise damaged("its markers have other names")
+
         for key in (*more, *(plain[name] for name in _NAMES)):
             parts = key if isinstance(key, tuple) else (key,)
             if not parts or not all(isinstance(part, str) for part in parts):
                 raise damaged(f"one of its markers is named {key!r}")
-
         if type(plain["in_order"]) is not bool:
             raise damaged(f"its entry in_order is {plain['in_order']!r:.40}, not a bool")
+
         return cls(**{**plain, "more_done": tuple(more)})
 
 
@@ -125,14 +121,13 @@ class Fragments(NamedTuple):
 
         for key in keys.more_done:
             further = _read_marker(batch, key, True)
-            if further is not None:
-                if done is None:
-                    done = further
-                else:
-                    done = done.view(-1) | further.view(-1)
-
+            if done is None:
+                done = further
+            elif further is not None:
+                done = done.view(-1) | further.view(-1)
         ids = _read_marker(batch, keys.traj, False)
         step = _read_marker(batch, keys.step_count, False)
+
         marker = ids
         if marker is None:
             marker = done
@@ -150,7 +145,6 @@ class Fragments(NamedTuple):
 
         rows = marker.shape[0]
         mask = _read_marker(batch, MASK, True)
-
         # The kernel reads columns by address; these variables keep the memory alive.
         cut = None if cuts is None else cuts.cpu().contiguous()
         columns = (done, init, ids, step, mask, cut)
@@ -160,6 +154,7 @@ class Fragments(NamedTuple):
         numbers = np.empty((5, rows), np.int64)
         marks = np.empty((3, rows), np.bool_)
         count = fragments(rows, *addresses, *pairs, keys.in_order, numbers, marks)
+
         if count < 0 and step is not None:
             before, now = step.view(-1)[-count - 1 : -count + 1].tolist()
             raise ValueError(
@@ -169,10 +164,12 @@ class Fragments(NamedTuple):
 
         firsts, lasts, names, step_first, step_last = numbers[:, :count]
         joined, first_init, last_done = marks[:, :count]
+
         if ids is None:
             names = names[:0]
         if step is None:
-            step_first = step_last = step_first[:0]
+            step_first = step_first[:0]
+            step_last = step_first
         return cls(rows, firsts, lasts, joined, names, first_init, last_done, step_first, step_last)
 
 
@@ -181,9 +178,9 @@ def _read_marker(batch: Batch, key: NestedKey, flags: bool) -> Tensor | None:
     column: Tensor | None = batch.get(key, None)
     if column is None:
         return None
+
     if flags and column.dtype is not torch.bool:
         raise TypeError(f"batch[{key!r}] must be bool, got {column.dtype}: cast it with .bool()")
-
     if not flags and column.dtype is not torch.int64:
         if column.is_floating_point() or column.is_complex() or column.dtype is torch.bool:
             raise TypeError(f"batch[{key!r}] must be an integer column, got {column.dtype}")
@@ -193,6 +190,7 @@ def _read_marker(batch: Batch, key: NestedKey, flags: bool) -> Tensor | None:
         raise ValueError(
             f"batch[{key!r}] must have one number per row, got {column.numel()} for {len(column)} rows"
         )
+
     if column.is_cpu and column.is_contiguous():
         return column
     return column.cpu().contiguous()

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flatroll.buffers.index.saved_tables import check_table, damaged
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import check_whole_number
 
 Array = NDArray[Any]
 
@@ -66,7 +66,6 @@ class Draw:
         """Return bool ``[N]``, True where a slice ends or a row is padding; all True for single rows."""
         if self.lasts is None:
             return torch.ones(len(self.slots), dtype=torch.bool)
-
         ends = torch.zeros(len(self.slots), dtype=torch.bool)
         ends[self.lasts] = True
         if self.mask is None:
@@ -105,11 +104,12 @@ class Ring:
     _dtype = np.dtype([("head", "i8"), ("written", "i8"), ("taken", "i8")])
 
     def __init__(self, capacity: int, first: int = 0) -> None:
-        whole_number("capacity", capacity)
+        check_whole_number("capacity", capacity)
         self.capacity = capacity
         # A single record, so that it can be in shared memory and kernels can change it.
         self._state: Array = np.zeros(1, self._dtype)
-        self._state["head"] = self._state["written"] = first
+        self._state["head"] = first
+        self._state["written"] = first
 
     def __len__(self) -> int:
         """Return the number of readable rows."""
@@ -144,8 +144,8 @@ class Ring:
     def saved_rows(self) -> tuple[int, int]:
         """Numbers of a save's first row and of the row after its last; slot numbers if not `in_order`."""
         if self.in_order:
-            return (self.head, self.written)
-        return (0, self.used)
+            return self.head, self.written
+        return 0, self.used
 
     def claim(self, rows: int) -> int:
         """Drop the rows that the next ``rows`` rows will overwrite; return the first new row's number."""
@@ -180,7 +180,7 @@ class Ring:
         version = self.version  # read before written, which is never below this head
         rows = min(self.written - version[0], self.capacity)
         if rows <= 0:
-            raise self._empty()
+            raise self._empty_error()
         return version, rows
 
     def slots_by_age(self, ranks: Tensor, version: tuple[int, int] | None = None) -> Tensor:
@@ -231,7 +231,7 @@ class Ring:
         head = version[0]
         written = self.written
         if written <= head:
-            raise self._empty()
+            raise self._empty_error()
 
         slots = torch.randint(head, written, (count,), generator=generator)
         if written > self.capacity:  # row r is in slot r
@@ -242,9 +242,8 @@ class Ring:
         """Draw these slots, int64 ``[N]``. Slots being overwritten are skipped, or raise IndexError if ``strict``."""
         version = self.version
         self.check_not_empty()
-
         readable = self.numbers(slots, version[0]) < self.written
-        if not bool(readable.all()):
+        if not readable.all():
             if strict:
                 raise IndexError(
                     f"position {int(slots[~readable][0])} holds no row: its old row was dropped, and the new one "
@@ -252,10 +251,7 @@ class Ring:
                 )
             slots = slots[readable]
 
-        if follow:
-            following = self.follow(slots)
-        else:
-            following = None
+        following = self.follow(slots) if follow else None
         return Draw(slots, follow=following, version=version)
 
     @property
@@ -274,10 +270,9 @@ class Ring:
             return True
 
         # Rows from head on are still in their slots; lower numbers have been dropped since the draw.
-        if draw.chosen is None:
-            read = draw.slots
-        else:
-            read = torch.cat([draw.slots, draw.chosen[1]])
+        read = draw.slots
+        if draw.chosen is not None:
+            read = torch.cat([read, draw.chosen[1]])
         return int(self.numbers(read, drawn_head).min()) >= head
 
     def state_dict(self) -> dict[str, Any]:
@@ -291,6 +286,7 @@ class Ring:
                 "the state is of a buffer that keeps the best rows, this one keeps the latest: load it into a "
                 "buffer with the writer it was saved with"
             )
+
         self._state[:] = self._checked_counters(state["capacity"], state["state"])
 
     def _checked_counters(self, capacity: int, counters: Array) -> Array:
@@ -308,18 +304,14 @@ class Ring:
     def check_not_empty(self) -> None:
         """Raise RuntimeError if no row is readable."""
         if not len(self):
-            raise self._empty()
+            raise self._empty_error()
 
-    def _empty(self) -> RuntimeError:
-        kept_back = (
-            f" ({self.waiting} rows wait in the collector for the end of their trajectories: trajs_per_batch)"
+    def _empty_error(self) -> RuntimeError:
+        if not self.waiting:
+            return RuntimeError(_EMPTY)
+        return RuntimeError(
+            f"{_EMPTY} ({self.waiting} rows wait in the collector for the end of their trajectories: trajs_per_batch)"
         )
-
-        if self.waiting:
-            reason = kept_back
-        else:
-            reason = ""
-        return RuntimeError(_EMPTY + reason)
 
     def move(self, memory: Array) -> None:
         """Move the counters into ``memory`` (uint8), which other processes share."""

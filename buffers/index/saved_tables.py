@@ -53,30 +53,25 @@ def check_heap(
     rows = heap[:live]
     free = heap[live:]
     numbers = np.sort(number[rows])
-    distinct = not live or (numbers[0] >= 0 and numbers[-1] < written and bool((np.diff(numbers) > 0).all()))
-    if not distinct or bool((number[free] != gone).any()) or bool((rows >= used).any()):
+    distinct = not live or (numbers[0] >= 0 and numbers[-1] < written and (np.diff(numbers) > 0).all())
+    if not distinct or (number[free] != gone).any() or (rows >= used).any():
         raise damaged(f"its slots do not hold the {live} rows that it counts")
 
     # In a heap, the parent of entry i is entry (i - 1) // 2; it must be dropped first.
     above = rows[(np.arange(1, live) - 1) // 2]
     below = rows[1:]
     tie = (rank[above] == rank[below]) & (number[above] > number[below])
-    if bool(np.isnan(rank[rows]).any()) or not bool((tie | (rank[above] < rank[below])).all()):
+    if np.isnan(rank[rows]).any() or not (tie | (rank[above] < rank[below])).all():
         raise damaged("its heap is not in the order of the ranks")
 
 
 def check_saved_generator(saved: Any, generator: torch.Generator | None, whose: str) -> None:
     """Raise ValueError unless the state ``saved`` of a generator (None: there was none) fits ``generator``."""
     if (saved is None) != (generator is None):
-        if whose == "buffer":
-            kind = "ReplayBuffer"
-        else:
-            kind = "ReplayBufferEnsemble"
-
+        kind = "ReplayBuffer" if whose == "buffer" else "ReplayBufferEnsemble"
         raise ValueError(
             f"the state was saved with a generator and this {whose} has none, or the other way round: use "
-            f"{kind}(generator=torch.Generator()) on both "
-            "sides to draw the same rows"
+            f"{kind}(generator=torch.Generator()) on both sides to draw the same rows"
         )
 
     if saved is not None:
@@ -114,6 +109,7 @@ class SavedFragments(NamedTuple):
         check_table("fragments", table, FRAGMENT)
         check_table("trajectories", chains, CHAIN)
         check_table("spare entries", state["spare"], np.dtype(np.int64))
+
         names = ("first", "end", "slots", "head", "written")
         begin, end, used, head, written = (int(counters[name]) for name in names)
         size = len(table)
@@ -129,14 +125,16 @@ class SavedFragments(NamedTuple):
 
         # The oldest row is in the first fragment; the others follow in ascending order.
         begins = np.append(firsts, written)
-        in_order = len(live) > 0 and 0 <= begins[0] <= head < begins[1] and bool((np.diff(begins) > 0).all())
-        if not in_order and (len(live) or head != written):
+        in_order = head == written
+        if len(live):
+            in_order = 0 <= begins[0] <= head < begins[1] and bool((np.diff(begins) > 0).all())
+        if not in_order:
             raise damaged(f"its {len(live)} fragments do not cover the rows {head} ... {written - 1}")
-        if bool((chain < 0).any()) or bool((chain >= used).any()):
+        if (chain < 0).any() or (chain >= used).any():
             raise damaged(f"a fragment belongs to none of its {used} trajectories")
 
         taken = np.sort(pool[pool >= 0])
-        if bool((pool < -1).any()) or taken.max(initial=-1) >= pool_size or bool((np.diff(taken) == 0).any()):
+        if (pool < -1).any() or taken.max(initial=-1) >= pool_size or (np.diff(taken) == 0).any():
             raise damaged(f"its fragments do not refer to distinct ones of {pool_size} pool entries")
 
         free = _free_places(chains["last"], int(counters["free"]), used, chain)
@@ -152,9 +150,8 @@ def _free_places(following: Array, first: int, used: int, chain: Array) -> Array
     """
     is_free = np.ones(used, np.bool_)
     is_free[chain] = False
-    order = list[int]()
+    order = []
     at = first - 1
-
     while 0 <= at < used and is_free[at]:
         is_free[at] = False  # clear the flag, so that a cycle ends the loop
         order.append(at)

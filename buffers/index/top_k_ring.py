@@ -56,8 +56,8 @@ class RankedRing(Ring):
         best = np.argsort(-offered, kind="stable")
         room = make_room(self._state, self._heap, self._rank, self._number, offered[best], _GONE)
         rows = np.sort(best[:room])
-        self._chosen = len(offered), offered[rows], self.written + rows
 
+        self._chosen = len(offered), offered[rows], self.written + rows
         # The heap lists the free slots after the stored rows.
         slots = self._heap[len(self) : len(self) + room].copy()
         return torch.from_numpy(rows), torch.from_numpy(slots)
@@ -93,6 +93,7 @@ class RankedRing(Ring):
     def slots_by_age(self, ranks: Tensor, version: tuple[int, int] | None = None) -> Tensor:
         # `version` is not needed: this ring belongs to one process, and its buffer locks it.
         self._check_ranks(ranks, len(self))
+
         # The order only changes with writes; a write that only dropped rows changes the second number.
         version = self.written, len(self)
         if self._by_age[0] != version:
@@ -138,11 +139,12 @@ class RankedRing(Ring):
         self._checked_counters(state["capacity"], counters)
         for name, table in zip(self._TABLES[1:], tables, strict=True):
             check_table(name[1:], table, getattr(self, name).dtype, self.capacity)
+
         head, written, live, used = (int(counters[name][0]) for name in ("head", "written", "live", "used"))
         if live != written - head or not live <= used <= self.capacity:
             raise damaged(f"it counts {live} rows in {used} slots")
-
         check_heap(live, used, written, _GONE, *tables)
+
         for name, table in zip(self._TABLES, state["ranked"], strict=True):
             getattr(self, name)[:] = table
         self._by_age = (-1, 0), self._by_age[1]  # invalid, so that it is sorted anew

@@ -15,7 +15,7 @@ from flatroll.buffers.index.fragments import NONE, Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.buffers.index.saved_tables import SavedFragments
 from flatroll.kernels.rows.records import CHAIN, ENTRY, FRAGMENT, STATE
-from flatroll.layout.checks import one_of, whole_number
+from flatroll.layout.checks import check_choice, check_whole_number
 
 By = Literal["trajectory", "start"]
 BY: tuple[By, ...] = ("trajectory", "start")
@@ -81,6 +81,7 @@ class TrajectoryIndex(Ring):
         self._table: Array = np.zeros(64, ENTRY)
         self._touched: Array = np.zeros(64, np.int64)
         self._spare: Array = np.zeros(0, np.int64)
+
         self._claimed: tuple[int, int] = (-1, 0)  # set by claim: previous oldest row, chains in _touched
         self._changing = False  # whether weights may be stale
         self._weights: OrderedDict[Way, tuple[Array, Array]] = OrderedDict()
@@ -98,12 +99,12 @@ class TrajectoryIndex(Ring):
         self._changing = True
         if len(self._touched) <= rows:
             self._touched = np.zeros(_power_of_two(rows + 1), np.int64)
+
         # Dropping rows shortens trajectories, so update their weights before the next draw.
         tables = self._fragments, self._chains, self._spare, self._touched
         count = _kernels().publishing.claim(self._state, self.capacity, rows, *tables)
         self._claimed = before, count
         self._update_weights(self._touched, count)
-
         return int(self._state["written"][0])
 
     def link(self, fragments: Fragments, compare: Compare = NOTHING) -> tuple[Array, int]:
@@ -135,15 +136,14 @@ class TrajectoryIndex(Ring):
         self._reserve(count, count)  # trajectories at most
         self._changing = True
         self._claimed = -1, 0
-        columns = fragments.rows, fragments.firsts, fragments.ids, fragments.done, fragments.step_last, before
+
         if pool is None:
             pool = NONE
         if released is None:
             released = NONE
-
-        entries = pool, self._spare, released
         tables = self._state, self._fragments, self._chains, self._table
-        _kernels().publishing.publish(*tables, *columns, *entries, self._touched)
+        columns = fragments.rows, fragments.firsts, fragments.ids, fragments.done, fragments.step_last, before
+        _kernels().publishing.publish(*tables, *columns, pool, self._spare, released, self._touched)
         self._update_weights(self._touched, count)
 
     # -- the pool of next observations that no row holds ---------------------------------------------------------
@@ -157,7 +157,8 @@ class TrajectoryIndex(Ring):
             the entry of each fragment, -1 for none (int64 ``[F]``), the fragments with an entry, and the chains whose
             last entry is released, for :meth:`enter`.
         """
-        pool, kept, released = found = np.empty((3, len(before)), np.int64)
+        found = np.empty((3, len(before)), np.int64)
+        pool, kept, released = found
         count, free = _kernels().publishing.keep(self._state, self._spare, before, agree, *found)
         if free < 0:
             # _spare[:spare] lists the free entries; the rest of _spare is meaningless.
@@ -165,10 +166,12 @@ class TrajectoryIndex(Ring):
             spare = int(self._state["spare"][0])
             larger = np.empty(max(2 * size, size + count, 64), np.int64)
             larger[:spare] = self._spare[:spare]
+
             fresh = np.arange(size, len(larger))
             larger[spare : spare + len(fresh)] = fresh
             self._spare = larger
             self._state["spare"] = spare + len(fresh)
+
             count, free = _kernels().publishing.keep(self._state, self._spare, before, agree, *found)
 
         return pool, kept[:count], released[:free]
@@ -216,8 +219,10 @@ class TrajectoryIndex(Ring):
     @property
     def nbytes(self) -> int:
         """Bytes of the index's own tables."""
-        tables = self._fragments, self._chains, self._table, self._touched, self._spare
-        return sum(t.nbytes for t in tables) + sum(a.nbytes for pair in self._weights.values() for a in pair)
+        tables = [self._fragments, self._chains, self._table, self._touched, self._spare]
+        for weight, tree in self._weights.values():
+            tables += [weight, tree]
+        return sum(table.nbytes for table in tables)
 
     def starts(self, length: int, *, strict: bool = True) -> int:
         """Count the rows at which a slice of ``length`` rows can start.
@@ -259,7 +264,7 @@ class TrajectoryIndex(Ring):
 
         tree = self._tree(length, by, strict, span[0] + span[1])
         if not tree[-1]:
-            raise self.too_short(length)
+            raise self.too_short_error(length)
 
         # Two random numbers per slice: one for the trajectory, by weight, and one for the start within it.
         uniform = torch.rand(2 * count, dtype=torch.float64, generator=generator).numpy()
@@ -290,7 +295,7 @@ class TrajectoryIndex(Ring):
         """
         tree = self._tree(length, by, strict)
         if not tree[-1]:
-            raise self.too_short(length)
+            raise self.too_short_error(length)
 
         uniform = torch.rand(2 * count, dtype=torch.float64, generator=generator).numpy()
         starts = np.empty(count, np.int64)
@@ -300,6 +305,7 @@ class TrajectoryIndex(Ring):
                 f"no stored row at which a slice of {length} rows could start is marked as a start: use shorter "
                 "slices, strict_length=False, or mark more rows"
             )
+
         return torch.from_numpy(starts)
 
     def slices_from(self, starts: Tensor, length: int | Tensor, *, follow: bool = False) -> Draw:
@@ -309,9 +315,9 @@ class TrajectoryIndex(Ring):
             lengths = np.full(len(starts), length)
         else:
             lengths = length.numpy()
+
         arguments = (starts.numpy(), lengths)
         most = int(lengths.clip(0).sum())
-
         return self._make_slices(_kernels().drawing.slices_from, arguments, len(starts), most, follow)
 
     def slice_partition(
@@ -346,23 +352,18 @@ class TrajectoryIndex(Ring):
             uniform = torch.rand(len(chains), dtype=torch.float64, generator=generator).numpy()
             # uniform * choices may round up to choices
             np.minimum((uniform * choices).astype(np.int64), choices - 1, out=begin)
-
-        if strict:
-            least = length
-        else:
-            least = 1
+        least = length if strict else 1
         begin[rows < least] = -1  # too short for a slice
 
         # By start, a trajectory yields its full slices and one shorter slice at each end.
-        if by == "trajectory":
-            most = len(chains)
-        else:
+        most = len(chains)
+        if by != "trajectory":
             most = int((rows // length).sum()) + 2 * len(chains)
+
         slices = np.empty((2, most), np.int64)
-        tables = self._state, self.capacity, self._fragments, self._chains
-        count = _kernels().starts.slice_partition(*tables, begin, length, by == "start", strict, slices)
+        count = _kernels().starts.slice_partition(*self.tables, begin, length, by == "start", strict, slices)
         if not count:
-            raise self.too_short(length)
+            raise self.too_short_error(length)
         return torch.from_numpy(slices[:, :count])
 
     def _make_slices(
@@ -373,8 +374,12 @@ class TrajectoryIndex(Ring):
         slots = np.empty(most, np.int64)
         firsts = np.empty(count, np.int64)
         lasts = np.empty(count, np.int64)
-        following = np.empty(most, np.int64) if follow else NONE
-        patch = np.empty((2, most), np.int64) if follow else NO_PATCH
+        following = NONE
+        patch = NO_PATCH
+        if follow:
+            following = np.empty(most, np.int64)
+            patch = np.empty((2, most), np.int64)
+
         tables = self._state, self.capacity, self._fragments, self._chains
         rows, patched = kernel(*tables, *arguments, slots, firsts, lasts, following, patch)
         if rows < 0:
@@ -383,9 +388,9 @@ class TrajectoryIndex(Ring):
         draw = Draw(torch.from_numpy(slots[:rows]), torch.from_numpy(firsts), torch.from_numpy(lasts))
         if follow:
             draw.follow = Follow(torch.from_numpy(following[:rows]), torch.from_numpy(patch[:, :patched]))
+
         state = self._state[0]  # unchanged since the kernel ran, because the caller holds the lock
         draw.version = int(state["head"]), int(state["taken"])
-
         return draw
 
     def new_starts(self, first: int, length: int, *, strict: bool) -> Array:
@@ -403,17 +408,17 @@ class TrajectoryIndex(Ring):
         """Return the first slots (int64) of trajectories that have at least one row but fewer than ``length`` since the
         ring dropped the rows starting at number ``head``; trajectories that were shorter before may be included."""
         claimed, count = self._claimed
+
         # If claim has just dropped these rows, only the trajectories that it shortened; otherwise all.
-        if head == claimed:
-            touched = self._touched[:count]
-        else:
+        touched = self._touched[:count]
+        if head != claimed:
             touched = np.arange(int(self._state["slots"][0]))
+
         slots = np.empty(len(touched), np.int64)
         tables = self._state, self.capacity, self._fragments, self._chains
-
         return slots[: _kernels().starts.shortened_trajectories(*tables, touched, length, slots)]
 
-    def too_short(self, length: int) -> RuntimeError:
+    def too_short_error(self, length: int) -> RuntimeError:
         """Return the error "no trajectory has ``length`` rows"; raise RuntimeError if nothing is stored."""
         self.check_not_empty()
         return RuntimeError(
@@ -429,7 +434,7 @@ class TrajectoryIndex(Ring):
     @override
     def unchanged_since(self, draw: Draw) -> bool:
         state = self._state[0]
-        (drawn_head, drawn_taken) = draw.version
+        drawn_head, drawn_taken = draw.version
 
         # A released pool entry may be reused for another row's observation.
         if int(state["taken"]) != drawn_taken:
@@ -446,7 +451,6 @@ class TrajectoryIndex(Ring):
         patched = _kernels().drawing.follow_rows(
             self._state, self.capacity, self._fragments, asked, following, patch
         )
-
         return Follow(torch.from_numpy(following), torch.from_numpy(patch[:, :patched]))
 
     def next_row(self, slots: Tensor) -> Tensor:
@@ -479,9 +483,8 @@ class TrajectoryIndex(Ring):
     def rows_at(self, chains: Array, positions: Array) -> Tensor:
         """Return the slots (int64 ``[N]``) of rows, given their trajectories and positions as of :meth:`extents`."""
         records = self._chains[chains]
-        slots = np.empty(len(chains), np.int64)
         count = len(chains)
-
+        slots = np.empty(count, np.int64)
         # One row each: from its offset in the chain to its position in the result.
         stretches = (
             records["last"],
@@ -489,7 +492,6 @@ class TrajectoryIndex(Ring):
             np.ones(count, np.int64),
             np.arange(count),
         )
-
         _kernels().drawing.walk(
             self._state, self.capacity, self._fragments, *stretches, slots, NONE, NO_PATCH
         )
@@ -508,13 +510,11 @@ class TrajectoryIndex(Ring):
             choose: maps positions of S rows in their trajectories and the trajectories' lengths, both int64 ``[S]``,
                 to ascending indices in S and the chosen positions, both int64 ``[M]``.
         """
-        if draw.firsts is None:
-            heads = draw.slots
-        else:
-            heads = draw.slots[draw.firsts]
+        heads = draw.slots if draw.firsts is None else draw.slots[draw.firsts]
         at, count, chains = self.extents(heads)
         which, positions = choose(at, count)
         slots = self.rows_at(chains[which], positions)
+
         if draw.firsts is None:
             return torch.stack([torch.from_numpy(which), slots])
 
@@ -523,10 +523,9 @@ class TrajectoryIndex(Ring):
         bounds = torch.cat([draw.firsts, torch.tensor([len(draw.slots)])])
         of_row = of_slice.repeat_interleave(bounds.diff())
         rows = (of_row >= 0).nonzero().squeeze(1)
-
         return torch.stack([rows, of_row[rows]])
 
-    def rows_of(self, traj: int) -> Tensor:
+    def find_rows(self, traj: int) -> Tensor:
         """Return the slots (int64) of the stored rows of trajectory ``traj`` in time order; if several
         trajectories used this id, one after the other. Without ids, they are numbered as they begin.
 
@@ -565,11 +564,14 @@ class TrajectoryIndex(Ring):
         """
         counters = self._checked_counters(state["capacity"], state["state"])
         saved = SavedFragments.read(counters[0], state)
+
         self._state[:] = counters
         self._fragments = np.zeros(_power_of_two(len(saved.firsts)), FRAGMENT)
-        self._chains, self._table = np.zeros(_power_of_two(len(saved.ids)), CHAIN), np.zeros(64, ENTRY)
+        self._chains = np.zeros(_power_of_two(len(saved.ids)), CHAIN)
+        self._table = np.zeros(64, ENTRY)
         self._spare = np.zeros(len(state["spare"]), np.int64)
         _kernels().publishing.rebuild(self._state, self._fragments, self._chains, self._spare, *saved)
+
         self._weights.clear()
         self._claimed = -1, 0
         self._changing = False
@@ -579,13 +581,17 @@ class TrajectoryIndex(Ring):
     def _tree(self, length: int, by: By, strict: bool, span: int = 0) -> Array:
         """Return the Fenwick tree of the weights for this way of drawing; the last entry is the total."""
         if by not in BY:
-            one_of("by", by, BY)
+            check_choice("by", by, BY)
         if length < 1:
-            whole_number("length", length)
-        if by == "trajectory":  # each drawable trajectory has weight 1: all of them, unless strict
-            length, strict, span = (length, True, 0) if strict else (1, True, 0)
+            check_whole_number("length", length)
 
+        if by == "trajectory":  # each drawable trajectory has weight 1: all of them, unless strict
+            if not strict:
+                length = 1
+            strict = True
+            span = 0
         key = (length, by == "start", strict, span)
+
         if self._changing:  # a change was interrupted (Ctrl-C) before the weights were updated
             self._weights.clear()
             self._changing = False
@@ -613,6 +619,7 @@ class TrajectoryIndex(Ring):
         """Reserve space for more fragments and trajectories. Table lengths are powers of two."""
         state = self._state[0]
         live = int(state["end"] - state["first"])
+
         if live + fragments > len(self._fragments):
             numbers = np.arange(state["first"], state["end"])  # number n is at index n modulo the length
             larger = np.zeros(_power_of_two(live + fragments), self._fragments.dtype)

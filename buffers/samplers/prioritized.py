@@ -17,7 +17,7 @@ from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.samplers.sampler import RandomSampler
 from flatroll.buffers.samplers.slices import SliceSampler, Span, bounds, fill, indexed, spans
-from flatroll.layout.checks import flags, one_of, shown, whole_number
+from flatroll.layout.checks import as_text, check_choice, check_flags, check_whole_number
 from flatroll.layout.keys import IS_INIT, TRUNCATED, NestedKey
 
 REDUCTIONS = ("max", "min", "median", "mean")
@@ -84,18 +84,20 @@ class PrioritizedSampler(RandomSampler):
         max_policy_lag: int | None = None,
     ) -> None:
         RandomSampler.__init__(self, max_policy_lag)
-        flags(max_priority_within_buffer=max_priority_within_buffer)
-        whole_number("max_capacity", max_capacity)
+        check_flags(max_priority_within_buffer=max_priority_within_buffer)
+        check_whole_number("max_capacity", max_capacity)
+
         self.max_capacity = max_capacity
         self.dtype = dtype
-        self.reduction = one_of("reduction", reduction, REDUCTIONS)
+        self.reduction = check_choice("reduction", reduction, REDUCTIONS)
         self._beta = _number("beta", beta)
-        self.priorities = Priorities(
-            max_capacity, _number("alpha", alpha, 1e6), _number("eps", eps), dtype, max_priority_within_buffer
-        )
+        alpha = _number("alpha", alpha, 1e6)
+        eps = _number("eps", eps)
+        self.priorities = Priorities(max_capacity, alpha, eps, dtype, max_priority_within_buffer)
 
         # The ring's counters at the last update: rows _head ... _written - 1 are in the tree.
-        self._head = self._written = 0
+        self._head = 0
+        self._written = 0
         self._changing = False  # True during a change, and after one that was interrupted
         self._fresh: Tensor | None = None  # with max_policy_lag: the slots that still have weights
 
@@ -153,7 +155,8 @@ class PrioritizedSampler(RandomSampler):
         self.priorities.keep([])
         self.priorities.ever = 1.0
         self.priorities.weigh_all()
-        self._head = self._written = 0
+        self._head = 0
+        self._written = 0
 
     state_key = "priority"
     #: Whether every stored row may be drawn; otherwise `_allow_starts` decides.
@@ -182,12 +185,14 @@ class PrioritizedSampler(RandomSampler):
         self._changing = True
         for slots in _stretches(self._head, head, ring.capacity):  # dropped rows
             self.priorities.fill(slots, 0.0, drawable=False)
+
         if head > self._head:
             self._allow_starts(ring, None)
 
         default = self.priorities.top(self._written - head)
         for slots in _stretches(self._written, written, ring.capacity):  # new rows
             self.priorities.fill(slots, default, drawable=self._every_row)
+
         if written > self._written:
             self._allow_starts(ring, self._written)
 
@@ -207,14 +212,13 @@ class PrioritizedSampler(RandomSampler):
         known = min(max(self._written, head), written)
         priorities.keep(_stretches(head, known, ring.capacity))
         default = priorities.top(known - head)
+
         for slots in _stretches(known, written, ring.capacity):
             priorities.values[slots] = default
         if self._every_row:
-            pieces = _stretches(head, written, ring.capacity)
-        else:
-            pieces = []
-        for slots in pieces:
-            priorities.drawable[slots] = True
+            for slots in _stretches(head, written, ring.capacity):
+                priorities.drawable[slots] = True
+
         priorities.weigh_all()
         self._allow_starts(ring, head)
         self._head = head
@@ -239,11 +243,9 @@ class PrioritizedSampler(RandomSampler):
         slots, weights, generation = self._choose(ring, batch_size, generator)
         info = {"priority_weight": weights, "index_generation": generation}
 
-        indexed = follow and isinstance(ring, TrajectoryIndex)
-        if indexed:
+        following = None
+        if follow and isinstance(ring, TrajectoryIndex):
             following = ring.follow(slots)
-        else:
-            following = None
         return Draw(slots, follow=following, version=ring.version, info=info)
 
     def _choose(
@@ -252,17 +254,18 @@ class PrioritizedSampler(RandomSampler):
         """Draw ``count`` rows independently; return slots, weights and generations, each ``[count]``."""
         ring.check_not_empty()
         priorities = self.priorities
-        tree = self.priorities.tree
+        tree = priorities.tree
 
-        if self.freshness is not None and (fresh := self.freshness.stored(ring)) is not self._fresh:
-            # The list has changed since the last draw: rows that became too old lose their weight.
-            stale = priorities.drawable.copy()
-            stale[fresh.numpy()] = False
-            slots_out = stale.nonzero()[0]
-            priorities.drawable[slots_out] = False
-            priorities.weigh(slots_out)
-            self._fresh = fresh
-
+        if self.freshness is not None:
+            fresh = self.freshness.stored(ring)
+            # If the list has changed since the last draw, rows that became too old lose their weight.
+            if fresh is not self._fresh:
+                stale = priorities.drawable.copy()
+                stale[fresh.numpy()] = False
+                slots_out = stale.nonzero()[0]
+                priorities.drawable[slots_out] = False
+                priorities.weigh(slots_out)
+                self._fresh = fresh
         if not tree.total > 0:
             raise RuntimeError(
                 "no row can be drawn: all priorities are 0 and so is eps; update the priorities or give "
@@ -275,11 +278,9 @@ class PrioritizedSampler(RandomSampler):
         generation = np.empty(count, np.int64)
         ratios = np.empty(count, np.float32)  # P / min P
         draw = priorities.kernels.draw
-        head = ring.head
-        capacity = ring.capacity
-        draw(tree.nodes, tree.levels, head, capacity, uniform, slots, ratios, generation)
-        weights = torch.from_numpy(ratios).pow_(-self._beta)
+        draw(tree.nodes, tree.levels, ring.head, ring.capacity, uniform, slots, ratios, generation)
 
+        weights = torch.from_numpy(ratios).pow_(-self._beta)
         return torch.from_numpy(slots), weights, torch.from_numpy(generation)
 
     @override
@@ -299,13 +300,14 @@ class PrioritizedSampler(RandomSampler):
         """
         index = _host_integers("index", slots)
         values = _reduce(priority, len(index), self.reduction)
-        if generation is None:
-            generations = _NO_GENERATIONS
-        else:
+        generations = _NO_GENERATIONS
+        if generation is not None:
             generations = _host_integers("generation", generation)
+            if len(generations) != len(index):
+                raise ValueError(
+                    f"generation must have {len(index)} entries, like index, got {len(generations)}"
+                )
 
-        if generation is not None and len(generations) != len(index):
-            raise ValueError(f"generation must have {len(index)} entries, like index, got {len(generations)}")
         self._catch_up(ring)
         most = self.priorities.most(self.alpha)
 
@@ -315,6 +317,7 @@ class PrioritizedSampler(RandomSampler):
         count, outside, bad = self.priorities.kernels.standing(
             ring.head, ring.written, ring.capacity, most, stored, new, generations
         )
+
         if outside >= 0:
             raise IndexError(
                 f"index[{outside}] is {index[outside]}, where no row has been stored: the buffer has {len(ring)} "
@@ -360,13 +363,17 @@ class PrioritizedSampler(RandomSampler):
         count = check_values("priorities", priority, priority.dtype, ())
         self._check_fits(priority)
         head = state["head"]
+
         written = state["written"]
         most = self.priorities.most(alpha)
         counted = type(head) is int and type(written) is int and 0 <= head <= written <= ring.written
         if not counted or count != min(written, self.max_capacity):
             raise damaged(f"it has {count} priorities for the rows {head} ... {written}")
 
-        low, high = map(float, torch.aminmax(priority)) if count else (0.0, 0.0)
+        low = 0.0
+        high = 0.0
+        if count:
+            low, high = map(float, torch.aminmax(priority))
         if not (low >= 0 and high <= most and isinstance(highest, float) and 0 <= highest <= most):
             raise damaged(f"its priorities are not all numbers from 0 to {most:.3g}")
 
@@ -457,7 +464,10 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         fill: bool = True,
         max_policy_lag: int | None = None,
     ) -> None:
-        before, after = span if isinstance(span, Sequence) and len(span) == 2 else (False, span)
+        before: bool | int = False
+        after = span
+        if isinstance(span, Sequence) and len(span) == 2:
+            before, after = span
         if before:
             raise ValueError(f"span[0] must be False: a slice starts at the row that was drawn, got {span!r}")
 
@@ -474,7 +484,6 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
             end_keys=end_keys,
             fill=fill,
         )
-
         PrioritizedSampler.__init__(
             self, max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, max_policy_lag
         )
@@ -500,13 +509,13 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         index = indexed(ring, self)
         length = self._length(batch_size)
         least = length - spans(self.span, length)[1]
+
         if least != self._least:  # other starts: search all again
             self._least = least
             self._changing = True
-
         self._catch_up(ring)
         if len(ring) and not self.priorities.tree.total > 0 and not self.priorities.drawable.any():
-            raise index.too_short(least)
+            raise index.too_short_error(least)
 
         more = partial(self._slices, index, length, generator, follow)
         draw = more(batch_size // length)
@@ -521,12 +530,13 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
         starts, weights, _ = self._choose(index, count, generator)
         draw = index.slices_from(starts, length, follow=follow)
         firsts, lasts = (ends.numpy() for ends in bounds(draw))
+
         row_weights = torch.empty(len(draw.slots), dtype=torch.float32)
         generation = torch.empty_like(draw.slots)
         rows = draw.slots.numpy(), row_weights.numpy(), generation.numpy()
         self.priorities.kernels.spread(index.head, index.capacity, weights.numpy(), firsts, lasts, *rows)
-        draw.info = {"priority_weight": row_weights, "index_generation": generation}
 
+        draw.info = {"priority_weight": row_weights, "index_generation": generation}
         return draw
 
 
@@ -550,7 +560,8 @@ class Priorities:
         # Numba takes 0.3 s to import, so only where priorities are kept.
         from flatroll.kernels.trees.sum_tree import SumTree
 
-        one_of("dtype", dtype, _DTYPES)
+        check_choice("dtype", dtype, _DTYPES)
+
         self.alpha = alpha
         self.eps = eps
         self.within_buffer = within_buffer
@@ -569,11 +580,8 @@ class Priorities:
         size = len(state["drawable"])
         blocks = len(state["_highest"])
         sizes = state["tree"].capacity, len(state["values"])
-        if (
-            sizes != (size, blocks * _BLOCK)
-            or blocks != -(-size // _BLOCK)
-            or state["drawable"].dtype != np.bool_
-        ):
+        matching = sizes == (size, blocks * _BLOCK) and blocks == -(-size // _BLOCK)
+        if not matching or state["drawable"].dtype != np.bool_:
             raise ValueError(
                 f"the pickle is damaged: its tables have {size}, {sizes[0]} and {sizes[1]} slots"
             )
@@ -616,12 +624,13 @@ class Priorities:
         """Set the same priority for all ``slots``; slots that are not ``drawable`` get weight 0."""
         self.values[slots] = priority
         self.drawable[slots] = drawable
+
         weight = 0.0
         if drawable:  # from the stored priority, which may be rounded to float32
             rounded = float(self.values.dtype.type(priority))
             weight = self.kernels.weight(rounded, self.eps, self._used)
-
         self.tree.fill(slots.start, slots.stop - slots.start, weight)
+
         if self.within_buffer:
             # Blocks that the stretch touches, rounded up.
             blocks = slice(slots.start // _BLOCK, -(-slots.stop // _BLOCK))
@@ -657,7 +666,9 @@ class Priorities:
 
     def weigh_all(self) -> None:
         """Recompute all weights and their sums from `values`, `drawable` and `alpha`."""
-        self._used, tree, values = self.alpha, self.tree, self.values[: len(self.drawable)]
+        self._used = self.alpha
+        tree = self.tree
+        values = self.values[: len(self.drawable)]
         self._highest[:] = self.values.reshape(-1, _BLOCK).max(1)
         self.kernels.weigh_all(tree.nodes, tree.levels, values, self.drawable, self.eps, self._used)
 
@@ -682,9 +693,12 @@ def _reduce(priority: Tensor, count: int, reduction: str) -> Tensor:
     if not values.min() >= 0:  # written so that NaN fails, too
         row = int((~(values >= 0)).any(1).nonzero()[0])
         raise ValueError(f"priority[{row}] is {values[row].tolist()}: priorities must be at least 0")
-    reduced = getattr(values, reduction)(1)
 
-    return reduced if isinstance(reduced, Tensor) else reduced.values
+    reduced = getattr(values, reduction)(1)
+    if isinstance(reduced, Tensor):
+        return reduced
+    median: Tensor = reduced.values  # it comes with its positions
+    return median
 
 
 def _host_integers(name: str, values: Tensor) -> Array:
@@ -701,7 +715,7 @@ def _number(name: str, value: float | Tensor, below: float = math.inf) -> float:
         number = value.item()
     if not (isinstance(number, (int, float)) and 0 <= number < below):
         limit = "" if below == math.inf else f" and below {below:g}"
-        raise ValueError(f"{name} must be a number of at least 0{limit}, got {shown(value)}")
+        raise ValueError(f"{name} must be a number of at least 0{limit}, got {as_text(value)}")
     return float(number)
 
 

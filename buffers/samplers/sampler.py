@@ -13,7 +13,7 @@ from flatroll.buffers.columns.column import Column, Columns
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.index.saved_tables import damaged
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import check_whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import DONE, IS_INIT, POLICY_VERSION, TRAJ_IDS, NestedKey, require
 
@@ -43,17 +43,16 @@ class Freshness:
     """
 
     def __init__(self, max_lag: int) -> None:
-        self.max_lag = whole_number("max_policy_lag", max_lag, 0)
+        self.max_lag = check_whole_number("max_policy_lag", max_lag, 0)
         self.newest = -1
         self.storage: StoredColumns | None = None
         self._seen = 0  # rows below this number have been searched for the newest version
-        self._fresh: tuple[tuple[int, int, int], Tensor] | None = (
-            None  # key of the cached list, and its fresh slots
-        )
+        # Key of the cached list, and its fresh slots.
+        self._fresh: tuple[tuple[int, int, int], Tensor] | None = None
 
     def tell(self, version: int) -> None:
         """Announce a policy version, even before rows of it arrive."""
-        self.newest = max(self.newest, whole_number("policy_version", version, 0))
+        self.newest = max(self.newest, check_whole_number("policy_version", version, 0))
 
     def begin_from(self, newest: int) -> None:
         """Reset to ``newest``, -1 for no version, after the stored rows were replaced."""
@@ -63,11 +62,9 @@ class Freshness:
 
     def versions(self, slots: Tensor) -> Tensor:
         """Return the policy versions of the rows in ``slots`` (int64 ``[N]``), int64 ``[N]`` on the host."""
-        if self.storage is None:
-            column = None
-        else:
+        column = None
+        if self.storage is not None:
             column = self.storage.columns.get(POLICY_VERSION)
-
         if column is None:
             raise KeyError(f"no column {POLICY_VERSION!r} is stored, which max_policy_lag needs")
         return torch.as_tensor(column.take(slots)).reshape(-1).cpu()
@@ -84,11 +81,9 @@ class Freshness:
         if written > first:
             stored = ring.stored()
             # The newest rows by age: with a selecting writer, row numbers do not tell the slots.
+            new = stored
             if written - first < len(stored):
                 new = stored[len(stored) - (written - first) :]
-            else:
-                new = stored
-
             if len(new):
                 self.newest = max(self.newest, int(self.versions(new).max()))
             self._seen = written
@@ -112,7 +107,7 @@ class Freshness:
             self._fresh = basis, slots[self.versions(slots) >= basis[0]]
 
         if not len(self._fresh[1]):
-            raise self.too_old()
+            raise self.too_old_error()
         return self._fresh[1]
 
     def uniform(self, ring: Ring, count: int, generator: torch.Generator | None) -> Draw:
@@ -120,7 +115,7 @@ class Freshness:
         version = ring.version  # read first, because other processes may write meanwhile
         least = self.look(ring)
 
-        kept = list[Tensor]()
+        kept = []
         missing = count
         for _ in range(_TRIES):
             slots = ring.uniform(missing, generator).slots
@@ -150,13 +145,13 @@ class Freshness:
         ``lay_out(first slots, lengths, follow=)`` lists the rows of slices. RuntimeError if too few are found.
         """
         least = self.look(ring)
+        self.stored(ring)  # raises if no row is fresh
+
         found = 0
         drawn = 0
         ask = count
-        starts = list[Tensor]()
-        lengths = list[Tensor]()
-        self.stored(ring)  # raises if no row is fresh
-
+        starts = []
+        lengths = []
         while found < count:
             if drawn > _MOST * count:
                 raise RuntimeError(
@@ -167,15 +162,15 @@ class Freshness:
             start, rows = self.fresh_slices(way(ask, length, follow=False, **options), least)
             starts.append(start)
             lengths.append(rows)
-            found = found + len(start)
-            drawn = drawn + ask
+            found += len(start)
+            drawn += ask
 
             # Ask for twice the expected number, but at most 65,536 at once.
             ask = max(1, min(2 * (count - found) * drawn // max(found, 1), 1 << 16))
 
         return lay_out(torch.cat(starts)[:count], torch.cat(lengths)[:count], follow=follow)
 
-    def too_old(self) -> RuntimeError:
+    def too_old_error(self) -> RuntimeError:
         """Return the error for no fresh row."""
         return RuntimeError(
             f"all stored rows are too old: the newest policy version is {self.newest}, and max_policy_lag="
@@ -393,7 +388,6 @@ class RandomSampler(Sampler):
             draw = ring.uniform(batch_size, generator)
         else:
             draw = self.freshness.uniform(ring, batch_size, generator)
-
         if follow:
             draw.follow = ring.follow(draw.slots)
         return draw

@@ -15,7 +15,7 @@ from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.buffers.index.trajectory_index import BY, By, TrajectoryIndex
 from flatroll.buffers.samplers.sampler import Sampler, StoredColumns, freshness
-from flatroll.layout.checks import flags, key_names, need_keys, one_of, whole_number
+from flatroll.layout.checks import check_choice, check_flags, check_key_names, check_keys, check_whole_number
 from flatroll.layout.keys import HAS_STATE, IS_INIT, MASK, TRUNCATED, NestedKey, as_tuple, marker, require
 
 Span: TypeAlias = bool | int | Sequence[bool | int]
@@ -118,63 +118,51 @@ class SliceSampler(Sampler):
         max_policy_lag: int | None = None,
     ) -> None:
         self.freshness = freshness(max_policy_lag)
+
         if num_slices is None and slice_len is None:
             raise TypeError(f"{type(self).__name__} needs num_slices or slice_len")
-
-        for name, number in (("num_slices", num_slices), ("slice_len", slice_len)):
-            if number is not None:
-                whole_number(name, number)
-
-        one_of("by", by, BY)
-        flags(strict_length=strict_length, pad_output=pad_output, cache_values=cache_values, fill=fill)
-        need_keys(
+        if num_slices is not None:
+            check_whole_number("num_slices", num_slices)
+        if slice_len is not None:
+            check_whole_number("slice_len", slice_len)
+        check_choice("by", by, BY)
+        check_flags(strict_length=strict_length, pad_output=pad_output, cache_values=cache_values, fill=fill)
+        check_keys(
             optional=True,
             traj_key=traj_key,
             truncated_key=truncated_key,
             init_key=init_key,
             start_key=start_key,
         )
-
         if not isinstance(end_key, list):
-            need_keys(optional=True, end_key=end_key)
+            check_keys(optional=True, end_key=end_key)
         if pad_output and strict_length:
             raise ValueError("pad_output=True needs strict_length=False: otherwise no slice is short")
 
-        both = end_key is not None and end_keys is not None
-        name = "end_key" if isinstance(end_key, list) else "end_keys"
-        if isinstance(end_key, list):
-            end_key, end_keys = None, end_key
-        listed = None if end_keys is None else key_names(name, end_keys)
-        if both or listed == []:
-            raise TypeError(
-                f"end_keys must be a list of entries, without end_key, got end_keys={end_keys!r}, end_key={end_key!r}"
-            )
+        self.end_key, self.end_keys = _end_keys(end_key, end_keys)
+        self.traj_key = traj_key
+        self.truncated_key = truncated_key
+        self.init_key = init_key
+        self.start_key = start_key
+        self._flags: list[NestedKey] = []  # done, terminated and truncated, which have a common parent
+        if truncated_key is not None:
+            *path, _ = as_tuple(truncated_key)
+            if path:
+                self._flags = [(*path, "done"), (*path, "terminated"), truncated_key]
+            else:
+                self._flags = ["done", "terminated", truncated_key]
 
         self.num_slices = num_slices
         self.slice_len = slice_len
-        self.end_keys = listed
         self.fill = fill
-        self.end_key = end_key
-        self.traj_key = traj_key
-        self.truncated_key = truncated_key
         self.strict_length = bool(strict_length)
         self.pad_output = pad_output
-        self.init_key = init_key
         self.by: By = by
-        self._flags: list[NestedKey] = []  # done, terminated and truncated, which have a common parent
-
-        if truncated_key is not None:
-            *path, _ = as_tuple(truncated_key)
-            done, terminated = ((*path, name) if path else name for name in ("done", "terminated"))
-            self._flags = [done, terminated, truncated_key]
-
         spans(span, slice_len)
-        if isinstance(span, Sequence):
-            self.span = (span[0], span[1])
-        else:
-            self.span = (span, span)
+        if not isinstance(span, Sequence):
+            span = (span, span)
+        self.span = (span[0], span[1])
 
-        self.start_key = start_key
         self._storage: StoredColumns | None = None
 
     @override
@@ -196,19 +184,7 @@ class SliceSampler(Sampler):
                 require(batch, key)
 
         ends = [key for key in self.end_keys or [] if batch.get(key, None) is not None]
-        if self.start_key is not None:
-            if self.start_key != HAS_STATE:
-                require(batch, self.start_key)
-            why_not = self._not_at or ("span allows other start rows" if any(self.span) else "")
-
-            if batch.get(self.start_key, None) is not None:
-                marker(batch, self.start_key)  # raises TypeError unless bool
-                if why_not:
-                    raise ValueError(
-                        f"{type(self).__name__} cannot begin slices at rows that {self.start_key!r} marks: {why_not}. "
-                        "Use SliceSampler(slice_len=...), collect with state_stride=1, or exclude the entry"
-                    )
-
+        self._check_start_key(batch)
         for key in self._flags:
             if batch.get(key, None) is not None:
                 marker(batch, key)
@@ -218,9 +194,29 @@ class SliceSampler(Sampler):
         keys = BoundaryKeys.probe(batch, traj_key=self.traj_key, end_key=end_key, init_key=init_key)
         if self.end_keys and not ends and batch.get(keys.traj, None) is None:
             require(batch, self.end_keys[0])
+
         if ends:
             return replace(keys, more_done=tuple(ends[1:]))
         return keys
+
+    def _check_start_key(self, batch: TensorDictBase) -> None:
+        """Raise an error unless slices can begin at the rows that ``start_key`` marks in ``batch``."""
+        if self.start_key is None:
+            return
+        if self.start_key != HAS_STATE:
+            require(batch, self.start_key)
+        if batch.get(self.start_key, None) is None:
+            return
+
+        marker(batch, self.start_key)  # raises TypeError unless bool
+        why_not = self._not_at
+        if not why_not and any(self.span):
+            why_not = "span allows other start rows"
+        if why_not:
+            raise ValueError(
+                f"{type(self).__name__} cannot begin slices at rows that {self.start_key!r} marks: {why_not}. "
+                "Use SliceSampler(slice_len=...), collect with state_stride=1, or exclude the entry"
+            )
 
     def check(self, batch_size: int | None) -> int:
         """Return ``batch_size``, by default ``num_slices * slice_len``; ValueError if they do not fit."""
@@ -234,9 +230,9 @@ class SliceSampler(Sampler):
         for name, number in (("num_slices", slices), ("slice_len", length)):
             if number is not None and batch_size % number:
                 raise ValueError(f"batch_size={batch_size} is not divisible by {name}={number}")
-
         if slices is not None and length is not None and slices * length != batch_size:
             raise ValueError(f"num_slices={slices} times slice_len={length} is not batch_size={batch_size}")
+
         if any(self.span):
             spans(self.span, self._length(batch_size))
         return batch_size
@@ -251,14 +247,14 @@ class SliceSampler(Sampler):
             index = ring
         else:
             index = indexed(ring, self)
-
         length = self.slice_len or batch_size // (self.num_slices or 1)
+
         marks = None
         if self._storage is not None and self.start_key is not None:
             marks = self._storage.columns.get(self.start_key)
+
         way: dict[str, Any] = {"by": self.by, "strict": self.strict_length, "generator": generator}
         draw_slices: Callable[..., Draw]
-
         if isinstance(marks, TensorColumn):  # bool [capacity], True for rows at which slices may begin
             marked = marks.data.view(-1).numpy(force=True)
             draw_slices = partial(_draw_marked, index, marked)
@@ -269,7 +265,9 @@ class SliceSampler(Sampler):
 
         if self.freshness is not None:
             draw_slices = partial(self.freshness.slices, index, index.slices_from, draw_slices)
+
         draw = draw_slices(batch_size // length, length, follow=follow, **way)
+
         if self.pad_output:
             return pad_slices(draw, length, ring)
         if len(draw.slots) == batch_size or not self.fill:
@@ -286,9 +284,14 @@ class SliceSampler(Sampler):
 
         rows = len(draw.slots)
         device = next(iter(columns.values())).device
-        init = done = terminated = truncated = None
+
+        init = None
         if self.init_key is not None:
             init = _flag(columns, self.init_key, (rows, 1), device)
+
+        done = None
+        terminated = None
+        truncated = None
         if self._flags:
             done_key, terminated_key, truncated_key = self._flags
             shape = next((columns[key].shape for key in self._flags if key in columns), (rows, 1))
@@ -299,6 +302,7 @@ class SliceSampler(Sampler):
             terminated = _flag(columns, terminated_key, shape, device)
 
         _mark((init, done, terminated, truncated), draw.firsts, draw.lasts)
+
         if draw.mask is not None:
             columns[MASK] = draw.mask.to(device)
             if init is not None:
@@ -309,12 +313,32 @@ def indexed(ring: Ring, sampler: Sampler) -> TrajectoryIndex:
     """Return ``ring`` if it is a `TrajectoryIndex`; else RuntimeError if it is empty, or TypeError."""
     if isinstance(ring, TrajectoryIndex):
         return ring
-
     ring.check_not_empty()
     raise TypeError(
         f"{type(sampler).__name__} draws from a TrajectoryIndex, got {type(ring).__name__}: pass the sampler to "
         "ReplayBuffer(sampler=...)"
     )
+
+
+def _end_keys(
+    end_key: NestedKey | list[NestedKey] | None, end_keys: Sequence[NestedKey] | None
+) -> tuple[NestedKey | None, list[NestedKey] | None]:
+    """Return the options ``end_key`` and ``end_keys``, at most one of them; a list as ``end_key`` is ``end_keys``."""
+    both = end_key is not None and end_keys is not None
+    name = "end_keys"
+    if isinstance(end_key, list):
+        name = "end_key"
+        end_keys = end_key
+        end_key = None
+
+    listed = None
+    if end_keys is not None:
+        listed = check_key_names(name, end_keys)
+    if both or listed == []:
+        raise TypeError(
+            f"end_keys must be a list of entries, without end_key, got end_keys={end_keys!r}, end_key={end_key!r}"
+        )
+    return end_key, listed
 
 
 def _draw_marked(
@@ -337,26 +361,31 @@ def spans(span: Span, length: int | None) -> tuple[int, int]:
     if len(pair) != 2 or any(not isinstance(number, int) or number < 0 for number in pair):
         raise ValueError(f"span must be a bool, a number of rows or a pair of them, got {span!r}")
 
-    most = max(pair) + 1 if length is None else length - 1
+    most = max(pair) + 1
+    if length is not None:
+        most = length - 1
     if any(number is not True and number > most for number in pair):
         raise ValueError(f"span={span!r} leaves no row of a slice of {length}: use at most {most}, or True")
-    before, after = (most if number is True else int(number) for number in pair)
 
-    return before, after
+    before, after = pair
+    if before is True:
+        before = most
+    if after is True:
+        after = most
+    return int(before), int(after)
 
 
 def pad_slices(draw: Draw, length: int, ring: Ring) -> Draw:
     """Pad slices to ``length`` rows by repeating the last row of each."""
-    (firsts, lasts) = bounds(draw)
+    firsts, lasts = bounds(draw)
     step = torch.arange(length)
-
     # [S, length]: positions in draw.slots, and whether they are rows of the slice
     at = torch.minimum(firsts[:, None] + step, lasts[:, None])
     mask = firsts[:, None] + step <= lasts[:, None]
+
     firsts = torch.arange(len(at)) * length
     slots = draw.slots[at.flatten()]
     follow = None if draw.follow is None else ring.follow(slots)
-
     return Draw(slots, firsts, firsts + mask.sum(1) - 1, follow, mask.flatten(), draw.version)
 
 
@@ -372,7 +401,6 @@ def _flag(columns: Columns, key: NestedKey, shape: Sequence[int], device: torch.
         )
     elif not column.is_contiguous():
         column = columns[key] = column.contiguous()
-
     return column
 
 
@@ -383,21 +411,22 @@ def _mark(flags: Sequence[Tensor | None], firsts: Tensor, lasts: Tensor) -> None
         return
     from flatroll.kernels.slices.drawing import mark  # needs numba; five times faster than in torch
 
-    mark(*(0 if c is None else c.data_ptr() for c in (*flags, firsts, lasts)), len(firsts))
+    addresses = [0 if column is None else column.data_ptr() for column in (*flags, firsts, lasts)]
+    mark(*addresses, len(firsts))
 
 
 def _mark_on_device(flags: Sequence[Tensor | None], firsts: Tensor, lasts: Tensor) -> None:
     """The same in torch, for any device."""
-    init, done, terminated, truncated = (None if flag is None else flag.view(-1) for flag in flags)
+    init, done, terminated, truncated = flags
     if init is not None:
-        init.index_fill_(0, firsts.to(init.device), True)
+        init.view(-1).index_fill_(0, firsts.to(init.device), True)
     if done is not None and terminated is not None and truncated is not None:
         ends = lasts.to(done.device)
-        done.index_fill_(0, ends, True)
+        done.view(-1).index_fill_(0, ends, True)
         # a <= b of bools is "not a, or b"
-        final = terminated.index_select(0, ends)
-        cut = truncated.index_select(0, ends)
-        truncated.index_copy_(0, ends, final.le(cut))
+        final = terminated.view(-1).index_select(0, ends)
+        cut = truncated.view(-1).index_select(0, ends)
+        truncated.view(-1).index_copy_(0, ends, final.le(cut))
 
 
 def fill(first: Draw, rows: int, more: Callable[[int], Draw]) -> Draw:
@@ -418,17 +447,18 @@ def fill(first: Draw, rows: int, more: Callable[[int], Draw]) -> Draw:
         # As many slices as hold the missing rows at the mean length so far, plus an eighth as a margin.
         part = more(-(-9 * (rows - drawn) * slices // (8 * drawn)))
         parts.append(part)
-        slices = slices + len(bounds(part)[0])
-        drawn = drawn + len(part.slots)
+        slices += len(bounds(part)[0])
+        drawn += len(part.slots)
 
     return cut(_join(parts), rows)
 
 
 def cut(draw: Draw, rows: int) -> Draw:
     """Keep the first ``rows`` rows of ``draw``, which has slices, enough rows and no padding."""
-    (firsts, lasts) = bounds(draw)
-    follow = draw.follow
+    firsts, lasts = bounds(draw)
     kept = int(torch.searchsorted(firsts, rows))  # slices that begin before row number ``rows``
+
+    follow = draw.follow
     if follow is not None:
         follow = Follow(follow.slots[:rows], follow.patch[:, follow.patch[0] < rows])
 
@@ -448,6 +478,7 @@ def _join(parts: list[Draw]) -> Draw:
     firsts = []
     lasts = []
     follows = []
+
     for part in parts:
         # ``at`` is the position of the part's first row
         firsts.append(bounds(part)[0] + at)
@@ -455,7 +486,6 @@ def _join(parts: list[Draw]) -> Draw:
         if part.follow is not None:
             part.follow.patch[0] += at
             follows.append(part.follow)
-
         at += len(part.slots)
 
     follow = None

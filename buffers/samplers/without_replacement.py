@@ -13,7 +13,7 @@ from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.trajectory_index import By
 from flatroll.buffers.samplers.sampler import Sampler, freshness, mark_single_rows
 from flatroll.buffers.samplers.slices import SliceSampler, cut, indexed, pad_slices
-from flatroll.layout.checks import flags
+from flatroll.layout.checks import check_flags
 from flatroll.layout.keys import IS_INIT, TRUNCATED, NestedKey
 
 
@@ -43,13 +43,10 @@ class PassSampler(Sampler):
                 )
 
         taken, left = self._split(left, count)
-        if self.drop_last:
-            least = count
-        else:
-            least = 1
+        least = count if self.drop_last else 1
         self.ran_out = self._amount(left, count) < least
-        self._left, self._key = None if self.ran_out else left, key
-
+        rest = None if self.ran_out else left
+        self._left, self._key = rest, key  # together: an interrupt must not come between
         return taken
 
     def _amount(self, left: Tensor, count: int) -> int:
@@ -72,32 +69,40 @@ class PassSampler(Sampler):
     @override
     def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:
         super().check_state_dict(state, ring)
+
         left = state["pass"]["left"]
         key = tuple(state["pass"]["key"])
         if not all(type(number) is int for number in key) or type(state["ran_out"]) is not bool:
             raise damaged(f"its pass over the rows has the invalid key {key}")
+
         if left is None:
             return
-
-        rows = len(self._form)
-        shape = left.shape[:-1] if isinstance(left, Tensor) else None
-        if shape is None or left.dtype is not torch.int64 or left.is_meta or list(shape) != list(self._form):
+        if not (
+            isinstance(left, Tensor)
+            and left.dtype is torch.int64
+            and not left.is_meta
+            and list(left.shape[:-1]) == list(self._form)
+        ):
             raise damaged("the rest of its pass over the rows is not a list of rows")
-
-        slots = left[0] if rows else left
         if key[:2] == (ring.head, ring.written):  # otherwise a new pass begins
-            in_range = not len(slots) or 0 <= int(slots.min()) <= int(slots.max()) < ring.capacity
-            if not in_range or bool((ring.numbers(slots, ring.head) >= ring.written).any()):
-                raise damaged("the rest of its pass over the rows has slots without a row")
-            if (rows and bool((left[1] < 1).any())) or len(slots.unique()) != len(slots):
-                raise damaged("the rest of its pass over the rows has a row twice, or an empty slice")
+            self._check_rest(left, ring)
+
+    def _check_rest(self, left: Any, ring: Ring) -> None:
+        """Raise ValueError unless ``left`` has stored rows or slices of them, each once."""
+        slots = left[0] if self._form else left
+        in_range = not len(slots) or 0 <= int(slots.min()) <= int(slots.max()) < ring.capacity
+        if not in_range or (ring.numbers(slots, ring.head) >= ring.written).any():
+            raise damaged("the rest of its pass over the rows has slots without a row")
+
+        has_empty_slice = self._form and (left[1] < 1).any()
+        if has_empty_slice or len(slots.unique()) != len(slots):
+            raise damaged("the rest of its pass over the rows has a row twice, or an empty slice")
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         left = state["pass"]["left"]
         self._key = tuple(state["pass"]["key"])
-
         if left is not None:
             left = left.clone()
         self._left, self.ran_out = left, state["ran_out"]
@@ -130,7 +135,7 @@ class SamplerWithoutReplacement(PassSampler):
     def __init__(
         self, drop_last: bool = False, shuffle: bool = True, max_policy_lag: int | None = None
     ) -> None:
-        flags(drop_last=drop_last, shuffle=shuffle)
+        check_flags(drop_last=drop_last, shuffle=shuffle)
         self.drop_last = drop_last
         self.shuffle = shuffle
         self.freshness = freshness(max_policy_lag)
@@ -141,9 +146,8 @@ class SamplerWithoutReplacement(PassSampler):
         ring.check_not_empty()
 
         def begin() -> Tensor:
-            # oldest first
             if self.freshness is None:
-                slots = ring.stored()
+                slots = ring.stored()  # oldest first
             else:
                 slots = self.freshness.stored(ring)
 
@@ -155,11 +159,7 @@ class SamplerWithoutReplacement(PassSampler):
         if self.freshness is not None:
             key = (*key, self.freshness.look(ring))
         slots = self._take(key, batch_size, begin, "rows")
-
-        if follow:
-            following = ring.follow(slots)
-        else:
-            following = None
+        following = ring.follow(slots) if follow else None
         draw = Draw(slots, follow=following, version=version)
 
         if not self.shuffle:
@@ -257,8 +257,7 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
             fill=fill,
             max_policy_lag=max_policy_lag,
         )
-
-        flags(drop_last=drop_last, shuffle=shuffle)
+        check_flags(drop_last=drop_last, shuffle=shuffle)
         self.drop_last = drop_last
         self.shuffle = shuffle
 
@@ -277,7 +276,7 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
                 cut_out = index.slices_from(slices[0], slices[1])
                 slices = torch.stack(self.freshness.fresh_slices(cut_out, key[-1]))
                 if not slices.shape[1]:
-                    raise self.freshness.too_old()
+                    raise self.freshness.too_old_error()
 
             if self.shuffle:
                 slices = slices[:, torch.randperm(slices.shape[1], generator=generator)]
@@ -287,15 +286,18 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
         key: tuple[int, ...] = (index.head, index.written, length)
         if self.freshness is not None:
             key = (*key, self.freshness.look(index))
+
         if self._fills:
             starts, lengths = self._take(key, batch_size, begin, "rows")
         else:
             starts, lengths = self._take(key, batch_size // length, begin, "slices")
         draw = index.slices_from(starts, lengths, follow=follow)
+
         if not self._fills:
             if self.pad_output:
                 return pad_slices(draw, length, ring)
             return draw
+
         if len(draw.slots) > batch_size:
             if self._left is not None:  # continue with the rest of a slice that was cut
                 self._left[0, 0] = draw.slots[batch_size]
@@ -323,8 +325,8 @@ class SliceSamplerWithoutReplacement(PassSampler, SliceSampler):
         last = int(torch.searchsorted(ends, count))  # the slice that contains row number ``count - 1``
         taken = left[:, : last + 1].clone()
         beyond = int(ends[min(last, len(ends) - 1)]) - count
+
         if beyond <= 0:
             return taken, left[:, last + 1 :]
         left[1, last] = beyond  # its other rows remain; their start is computed when rows are listed
-
         return taken, left[:, last:]

@@ -45,13 +45,13 @@ class Episodes:
     def __init__(self, num_envs: int, writer: int, first: int = 0) -> None:
         self.num_envs = num_envs
         self.fresh: Array = np.ones(num_envs, np.bool_)
-
         # Ids grow by E per episode. The first row of each episode adds E, even in the very first episode.
         self.ids: Array = np.arange(num_envs) + (writer << ID_BITS) + (first - 1) * num_envs
-        self._warned: set[str] = set()
 
+        self._warned: set[str] = set()
         # Ended rows that a next row followed, and those of them whose next observation was that row's.
-        self._ends_seen = self._ends_alike = 0
+        self._ends_seen = 0
+        self._ends_alike = 0
         # Hashes of the first `_REMEMBERED` rows' observations, and whether each began an episode.
         self._hashes: list[tuple[int, bool]] = []
         self._hashed: tuple[NestedKey, ...] = ()
@@ -66,9 +66,9 @@ class Episodes:
         self._given = frozenset(given)
         self._pairs = [(key, next_key(key)) for key in keys]
         self._trusted = {key for key, _ in self._pairs if as_tuple(key)[0] == OBSERVATION}
-
         # The compared values of the last row before the waiting ones.
         self._before: dict[NestedKey, Array] = {}
+
         self._ends = [key for key in (TERMINATED, TRUNCATED, DONE) if key in self._given]
 
     def check(self, given: Staged, row: int) -> bool:
@@ -79,9 +79,8 @@ class Episodes:
         """
         if DONE in self._given and len(self._ends) > 1:
             done, *kinds = (given[key].rows[:, row] for key in reversed(self._ends))
-            either = np.logical_or.reduce(kinds) | (
-                done & (len(kinds) < 2)
-            )  # otherwise the other flag determines it
+            # If only one of terminated and truncated is given, ``done`` determines the other.
+            either = np.logical_or.reduce(kinds) | (done & (len(kinds) < 2))
             if (done != either).any():
                 raise ValueError(
                     f"the step's {DONE!r} is {done.tolist()}, but terminated or truncated is {either.tolist()}: leave "
@@ -90,17 +89,17 @@ class Episodes:
 
         if IS_INIT in self._given or "left" in self._warned or not (row or self._before):
             return False
-        pairs = [
-            (given[later].rows[:, row - 1] if row else self._before[later], given[key].rows[:, row])
-            for key, later in self._pairs
-        ]
+
+        if row:
+            pairs = [(given[later].rows[:, row - 1], given[key].rows[:, row]) for key, later in self._pairs]
+        else:
+            pairs = [(self._before[later], given[key].rows[:, row]) for key, later in self._pairs]
         if all(said.tobytes() == now.tobytes() for said, now in pairs):
             return False
 
+        ended = self.fresh
         if row:
             ended = np.logical_or.reduce([given[key].rows[:, row - 1] for key in self._ends])
-        else:
-            ended = self.fresh
         return any(said[~ended].tobytes() != now[~ended].tobytes() for said, now in pairs)
 
     def mark(self, staged: Staged, first: int, stop: int) -> None:
@@ -112,18 +111,23 @@ class Episodes:
         for missing, other in ((TERMINATED, TRUNCATED), (TRUNCATED, TERMINATED)):
             if missing in flags and missing not in self._given:
                 # If terminated or truncated is missing, derive it from ``done``.
-                flags[missing][:] = done & ~flags[other] if DONE in self._given else False
-
+                if DONE in self._given:
+                    flags[missing][:] = done & ~flags[other]
+                else:
+                    flags[missing][:] = False
         if TERMINATED in flags:
             np.logical_or(flags[TERMINATED], flags[TRUNCATED], out=done)
-        starts = self._starts(staged, np.concatenate([self.fresh[:, None], done[:, :-1]], 1), first, stop)
+
+        fresh = np.concatenate([self.fresh[:, None], done[:, :-1]], 1)
+        starts = self._starts(staged, fresh, first, stop)
         if IS_INIT in self._given:
             starts |= flags[IS_INIT]
-
         flags[IS_INIT][:] = starts  # including those that the steps set
+
         own = self.ids[:, None] + starts.cumsum(1) * self.num_envs
         if TRAJ_IDS not in self._given:
             ids[:] = own
+        # Together: an interrupt must not come between.
         self.fresh, self.ids = done[:, -1].copy(), own[:, -1]
 
     def keep(self, staged: Staged, last: int) -> None:
@@ -134,30 +138,23 @@ class Episodes:
     def _starts(self, staged: Staged, fresh: Array, first: int, stop: int) -> Array:
         """Return which waiting rows begin a trajectory, bool ``[E, n]``, by comparing them with the previous rows."""
         starts = fresh.copy()
-        # the very first row continues no other
-        if first or self._before:
-            begin = 0
-        else:
-            begin = 1
-
+        begin = 0 if first or self._before else 1  # the very first row continues no other
         every_fresh = fresh
         fresh = fresh[:, begin:]
-        same = None
         inside = ~fresh
 
+        same = None
         for key, later in list(self._pairs):
             agrees = ~self._differ(staged, key, later, first, stop)
             if key not in self._trusted:
                 if not inside.any():
                     continue
-
                 at = int(inside.any(0).argmax())  # the first step with a row that does not begin an episode
                 if not (agrees & inside)[:, at].any():
                     self._pairs.remove((key, later))  # its next values are not the values of the next rows
                     continue
                 self._trusted.add(key)
                 agrees[:, :at] = False  # in earlier steps every row begins an episode
-
             same = agrees if same is None else same & agrees
 
         if same is not None:
@@ -191,16 +188,17 @@ class Episodes:
         said = staged[later].data
         begin = max(first, 1)
         wrong = [torch.zeros(self.num_envs, 0, dtype=torch.bool)]
+
         if not first and self._before:
             before = torch.from_numpy(self._before[later]).view_as(now[:, 0])
             wrong.append(differ(before, now[:, 0])[:, None])
 
         many = max(1, _CACHED // (now[:, 0].numel() * now.element_size() + 1))
-
         for t in range(begin, stop, many):
             u = min(t + many, stop)
             rows = said[:, t - 1 : u - 1].flatten(0, 1), now[:, t:u].flatten(0, 1)
             wrong.append(differ(*rows).view(self.num_envs, u - t))
+
         return np.asarray(torch.cat(wrong, 1))
 
     def _remember(self, staged: Staged, fresh: Array, goes_on: Array, first: int) -> None:
@@ -251,11 +249,9 @@ class Episodes:
             )
 
     def _warn(self, what: str, text: str) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
-            # the caller of write; (_store), _mark, mark, _starts and _warn_of_end or _warn_of_reset are in between
-            if what == "ended":
-                level = 8
-            else:
-                level = 7
-            warnings.warn(f"{text}. (Shown once per writer)", stacklevel=level)
+        if what in self._warned:
+            return
+        self._warned.add(what)
+        # The caller of write; (_store), _mark, mark, _starts and _warn_of_end or _warn_of_reset are in between.
+        level = 8 if what == "ended" else 7
+        warnings.warn(f"{text}. (Shown once per writer)", stacklevel=level)

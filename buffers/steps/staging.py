@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from flatroll.buffers.index.ring import Array
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import check_whole_number
 from flatroll.layout.keys import DONE, IS_INIT, REWARD, TERMINATED, TRAJ_IDS, TRUNCATED, NestedKey, as_tuple
 
 FLAGS = (IS_INIT, DONE, TERMINATED, TRUNCATED)
@@ -66,38 +66,21 @@ class StagedColumn:
             TypeError: the value is not a tensor or array of numbers, or a marker has the wrong dtype.
             ValueError: the number of envs differs.
         """
-        try:
-            if isinstance(value, Tensor):
-                first = value
-            else:
-                first = torch.from_numpy(np.array(value))
-        except TypeError:
-            raise TypeError(f"step[{key!r}] must be a tensor or an array of numbers, got {value!r}") from None
-
-        if not first.ndim or len(first) != num_envs:
-            if num_envs == 1:
-                hint = ": add the dimension of the one env in front"
-            else:
-                hint = ""
-
-            raise ValueError(
-                f"step[{key!r}] must have one row for each of the {num_envs} envs, [{num_envs}, ...], got "
-                f"{list(first.shape)}" + hint
-            )
-
+        first = _as_tensor(key, value, num_envs)
         dtype = first.dtype
         shape = first.shape[1:]
-        if key in FLAGS or key == REWARD:
-            shape = shape if len(shape) else torch.Size([1])
+        if (key in FLAGS or key == REWARD) and not len(shape):
+            shape = torch.Size([1])
+
         if key in FLAGS and (dtype is not torch.bool or tuple(shape) != (1,)):
             raise TypeError(f"step[{key!r}] must be bool [{num_envs}], got {dtype} {list(first.shape)}")
         if key == TRAJ_IDS and (dtype is not torch.int64 or len(shape)):
             raise TypeError(f"step[{key!r}] must be int64 [{num_envs}], got {dtype} {list(first.shape)}")
-
         if key == REWARD:
             if dtype.is_complex:
                 raise TypeError(f"step[{key!r}] must be real, got {dtype}")
             dtype = torch.float32
+
         return cls(key, dtype, shape, num_envs, window)
 
     def put(self, step: int, value: Any) -> None:
@@ -108,7 +91,9 @@ class StagedColumn:
             ValueError: the shape differs.
         """
         usual = isinstance(value, np.ndarray) and value.dtype == self._kind and value.shape == self.shape
-        self.rows[:, step] = value if usual else self._convert(value)
+        if not usual:
+            value = self._convert(value)
+        self.rows[:, step] = value
 
     def _convert(self, value: Any) -> Array:
         """Check a step's ``value`` and return it as an array ``[E, *shape]``, see :meth:`put`."""
@@ -127,13 +112,12 @@ class StagedColumn:
 
             rows = len(array) if array.ndim else 0
             if rows != self.shape[0]:
-                problem = f"step[{self.key!r}] has rows of {rows} envs, this writer takes {self.shape[0]}"
-            else:
-                problem = (
-                    f"step[{self.key!r}] is {list(array.shape)}, the first step's was {list(self.shape)}"
+                raise ValueError(
+                    f"step[{self.key!r}] has rows of {rows} envs, this writer takes {self.shape[0]}"
                 )
-
-            raise ValueError(problem)
+            raise ValueError(
+                f"step[{self.key!r}] is {list(array.shape)}, the first step's was {list(self.shape)}"
+            )
 
         return array
 
@@ -145,6 +129,24 @@ class StagedColumn:
         return self.data[:, :steps].flatten(0, 1)
 
 
+def _as_tensor(key: NestedKey, value: Any, num_envs: int) -> Tensor:
+    """Return the first value of an entry as a tensor ``[E, ...]``; see `StagedColumn.like` for the errors."""
+    try:
+        first: Tensor = value
+        if not isinstance(value, Tensor):
+            first = torch.from_numpy(np.array(value))
+    except TypeError:
+        raise TypeError(f"step[{key!r}] must be a tensor or an array of numbers, got {value!r}") from None
+
+    if not first.ndim or len(first) != num_envs:
+        hint = ": add the dimension of the one env in front" if num_envs == 1 else ""
+        raise ValueError(
+            f"step[{key!r}] must have one row for each of the {num_envs} envs, [{num_envs}, ...], got "
+            f"{list(first.shape)}{hint}"
+        )
+    return first
+
+
 def entries(step: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[NestedKey, Any]]:
     """Yield the entries of a step by key: a mapping or a tensordict, nested or with nested keys.
 
@@ -153,7 +155,6 @@ def entries(step: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[NestedKey, 
     """
     if not path and not isinstance(step, (dict, Mapping, TensorDictBase)):
         raise TypeError(f"a step is a dict or a tensordict of tensors [E, ...], got {type(step).__name__}")
-
     for name, value in step.items():
         key = (*path, *as_tuple(name)) if path else name
         if not isinstance(value, (np.ndarray, Tensor)) and isinstance(value, (Mapping, TensorDictBase)):
@@ -162,37 +163,33 @@ def entries(step: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[NestedKey, 
             yield key, value
 
 
-def window_of(capacity: int, num_envs: int, window: int | None) -> int:
+def choose_window(capacity: int, num_envs: int, window: int | None) -> int:
     """Return the number of steps per window: ``window`` or a suitable default.
 
     Raises:
         ValueError: ``num_envs * window`` does not divide the capacity.
 
-    >>> window_of(100_000, 8, None), window_of(1000, 1, None), window_of(2**20, 1024, None)
+    >>> choose_window(100_000, 8, None), choose_window(1000, 1, None), choose_window(2**20, 1024, None)
     (50, 50, 8)
     """
     steps, rest = divmod(capacity, num_envs)
     most = min(steps, max(_FEWEST_STEPS, min(_MOST_STEPS, _MOST_ROWS // num_envs)))
+
     if window is None:
         length = max((n for n in range(1, most + 1) if steps % n == 0), default=1)
-        length = length if length >= min(_FEWEST_STEPS, steps) else most
+        if length < min(_FEWEST_STEPS, steps):
+            length = most
     else:
-        length = whole_number("window", window)
+        length = check_whole_number("window", window)
 
     rows = num_envs * max(1, length)
     if rest or not steps or steps % length:
         below = capacity // rows * rows
         above = -(-capacity // rows) * rows
         nearest = f"{below} or {above}" if below else str(above)
-
-        if window is None:
-            way_out = ""
-        else:
-            way_out = ", or change window"
-
+        hint = "" if window is None else ", or change window"
         raise ValueError(
             f"a capacity of {capacity} rows is not a multiple of the {rows} rows of a window ({length} steps of "
-            f"{num_envs} envs): make the storage for {nearest} rows" + way_out
+            f"{num_envs} envs): make the storage for {nearest} rows{hint}"
         )
-
     return length

@@ -54,8 +54,10 @@ class StepPositions:
         head = ring.head
         if self._count == self._table.shape[1]:
             kept = self._table[:, self._first() :]
-            self._table, self._count = np.zeros((3, 2 * kept.shape[1] + 16), np.int64), kept.shape[1]
-            self._table[:, : self._count] = kept
+            count = kept.shape[1]
+            larger = np.zeros((3, 2 * count + 16), np.int64)
+            larger[:, :count] = kept
+            self._table, self._count = larger, count  # together: an interrupt must not come between
 
         number = int(ring.numbers(torch.tensor([slot]), head)[0])
         self._table[:, self._count] = step, number, steps
@@ -75,11 +77,8 @@ class StepPositions:
 
     def tables(self, ring: Ring, stored: int, window: int) -> Where:
         """Return the arguments ``windows ... length`` of `flatroll.kernels.slices.steps.locate`; see :meth:`find`."""
-        if ring is self.ring:
-            count = self._count
-        else:
-            count = 0
-        return self._table, count, ring.head, ring.capacity, stored, window
+        used = self._count if ring is self.ring else 0
+        return self._table, used, ring.head, ring.capacity, stored, window
 
     def find(self, places: Tensor, ring: Ring, stored: int, window: int) -> tuple[Tensor, Array] | None:
         """Find rows by place, step * E + env, int64 ``[N]``; None if one was overwritten.
@@ -100,9 +99,10 @@ class StepPositions:
         waiting = np.empty((2, len(places)), np.int64)
         asked = np.ascontiguousarray(places.numpy())
         count = locate(asked, self.num_envs, *self.tables(ring, stored, window), slots, waiting)
+
         if count < 0:
             return None
-        return (torch.from_numpy(slots), waiting[:, :count])
+        return torch.from_numpy(slots), waiting[:, :count]
 
     def choose(
         self, places: Tensor, choose: Choose, ring: Ring, stored: int, filled: int, marks: Sequence[Array]
@@ -126,23 +126,21 @@ class StepPositions:
         """
         from flatroll.kernels.slices.step_spans import step_spans  # numba
 
-        oldest = self.oldest() if self.ring is ring else None
-        if isinstance(ring, TrajectoryIndex):
-            index = ring.tables
-        else:
-            index = _NO_INDEX
-
-        asked = np.ascontiguousarray(places.numpy())
-        spans = np.empty((2, len(places)), np.int64)
+        oldest = None
+        if self.ring is ring:
+            oldest = self.oldest()
         if oldest is None:
             oldest = -1
+
+        index = ring.tables if isinstance(ring, TrajectoryIndex) else _NO_INDEX
+        asked = np.ascontiguousarray(places.numpy())
+        spans = np.empty((2, len(places)), np.int64)
         windows = self._table, self._count, oldest
         if not step_spans(asked, self.num_envs, *windows, stored, filled, *marks, *index, spans):
             return None
 
         step = asked // self.num_envs
         which, chosen = choose(step - spans[0], spans[1] - spans[0])
-
         # From the row's own step to the chosen one, of the same env.
         goals: Array = asked[which] + (spans[0, which] + chosen - step[which]) * self.num_envs
         return torch.from_numpy(np.stack([which, goals]))
@@ -175,43 +173,49 @@ class StepCopies:
         if not storage.copies_bytes or storage.by_reference:
             return
 
-        if storage.pool is None:
-            next_keys = {}
-        else:
-            next_keys = storage.pool.next_keys
-        self._roots = [key for key, later in next_keys.items() if names is None or later in names]
+        stored = self._list_entries(storage, names)
+        wanted = len(staged) if names is None else len({*names})
+        if len(self._names) - len(self._extra) != wanted:
+            return
 
-        # The next value of an entry is usually that of a nearby row, so copy that entry, too.
+        # Columns that are copied as bytes are tensors.
+        tensors = cast(dict[NestedKey, TensorColumn], storage.columns)
+        forms = []
+        sizes = []
+        columns = []
+        waiting = []
+        for name, key in zip(self._names, (*stored, *self._roots), strict=True):
+            column = tensors[key].data
+            rows = staged.get(name)
+            if rows is None or (rows.dtype, rows.shape[1:]) != (column.dtype, column.shape[1:]):
+                return
+            row = torch.empty((1, *column.shape[1:]), dtype=column.dtype, device="meta")
+            forms.append((row.shape[1:], row.stride(), row.dtype))
+            sizes.append(row.numel() * row.element_size())
+            columns.append(column.data_ptr())
+            waiting.append(rows.data_ptr())
+
+        self._forms = forms
+        self._columns: Array = np.array([columns, sizes, waiting], np.int64)
+        self._at: Array = np.array([stored.index(key) for key in self._roots], np.int64)
+        self.rows = _MOST // max(1, sum(sizes))
+
+    def _list_entries(self, storage: ColumnStorage, names: tuple[NestedKey, ...] | None) -> list[NestedKey]:
+        """Choose the entries to copy; return those that have a column.
+
+        The next value of an entry is usually that of a nearby row, so that entry is copied, too: it is one of
+        ``_roots``, and one of ``_extra`` if only its next value was asked for.
+        """
+        next_keys = {} if storage.pool is None else storage.pool.next_keys
+        self._roots = [key for key, later in next_keys.items() if names is None or later in names]
         if names is None:
             asked = {*storage.columns, *next_keys.values()}
         else:
             asked = {*names}
         stored = [key for key in storage.columns if key in asked or key in self._roots]
-        found = (*stored, *(next_keys[key] for key in self._roots))
+        self._names = (*stored, *(next_keys[key] for key in self._roots))
         self._extra = [key for key in stored if key not in asked]
-        expected = staged if names is None else asked
-        if len(found) - len(self._extra) != len(expected):
-            return
-
-        # Columns that are copied as bytes are tensors.
-        tensors = cast(dict[NestedKey, TensorColumn], storage.columns)
-        columns = [tensors[key].data for key in (*stored, *self._roots)]
-        waiting = [staged.get(key) for key in found]
-        kinds = [(one.dtype, one.shape[1:]) for one in columns]
-        if any(
-            row is None or (row.dtype, row.shape[1:]) != kind
-            for row, kind in zip(waiting, kinds, strict=True)
-        ):
-            return
-
-        self._names = found
-        like = [torch.empty((1, *shape), dtype=dtype, device="meta") for dtype, shape in kinds]
-        self._forms = [(one.shape[1:], one.stride(), one.dtype) for one in like]
-        sizes = [one.numel() * one.element_size() for one in like]
-        addresses = [[one.data_ptr() for one in many if one is not None] for many in (columns, waiting)]
-        self._columns: Array = np.array([addresses[0], sizes, addresses[1]], np.int64)
-        self._at: Array = np.array([stored.index(key) for key in self._roots], np.int64)
-        self.rows = _MOST // max(1, sum(sizes))
+        return stored
 
     def is_current(self, storage: ColumnStorage) -> bool:
         """Return whether the columns are still those of ``storage``."""
@@ -236,11 +240,11 @@ class StepCopies:
         target = np.array([copy.data_ptr() for copy in copies], np.int64)
 
         pooled = self._of[1]  # read here, because the pool's columns may grow and move
-        if pooled is None:
-            entries = {}
-        else:
+        entries = {}
+        if pooled is not None:
             entries = cast(dict[NestedKey, TensorColumn], pooled.entries)
         pool: Array = np.array([entries[key].data.data_ptr() for key in self._roots], np.int64)
+
         state, _, fragments, _ = ring.tables if isinstance(ring, TrajectoryIndex) else _NO_INDEX
         of = state, fragments, self._columns, pool, self._at, target
         if not read_steps(asked, num_envs, *where, *of):

@@ -14,7 +14,7 @@ from flatroll.buffers.columns.column import Columns, TensorColumn, put_rows, tak
 from flatroll.buffers.index.ring import Array, Draw
 from flatroll.buffers.protocols import Buffer
 from flatroll.buffers.steps.episodes import Episodes
-from flatroll.buffers.steps.staging import StagedColumn, entries, window_of
+from flatroll.buffers.steps.staging import StagedColumn, choose_window, entries
 from flatroll.buffers.steps.stored import StepCopies, StepPositions
 from flatroll.buffers.storages.column_storage import ColumnStorage
 from flatroll.buffers.storages.continuity import compared_keys
@@ -22,11 +22,11 @@ from flatroll.buffers.storages.item_kinds import leaves
 from flatroll.buffers.transforms.transform import (
     apply,
     changes_stored,
-    chooser_of,
-    looks_ahead,
+    lookahead,
     read_others,
+    row_chooser,
 )
-from flatroll.layout.checks import whole_number, writer_number
+from flatroll.layout.checks import check_whole_number, check_writer_number
 from flatroll.layout.keys import (
     DONE,
     ID_BITS,
@@ -81,9 +81,7 @@ class StepWriter:
 
     def __init__(self, buffer: Buffer, num_envs: int, *, window: int | None = None, writer: int = 0) -> None:
         self.buffer = buffer
-        self.num_envs = whole_number("num_envs", num_envs)
-
-        # Make a copy: a list would keep views of the arrays' memory.
+        self.num_envs = check_whole_number("num_envs", num_envs)
         if not isinstance(buffer.storage, ColumnStorage) or buffer.storage.ndim > 1 or buffer.writer.chooses:
             raise TypeError(
                 "a step writer needs a storage of columns with ndim=1 whose rows stay in order, such as "
@@ -92,8 +90,8 @@ class StepWriter:
             )
 
         buffer.storage.compiled = True
-        self.window = window_of(buffer.storage.capacity, num_envs, window)
-        self.writer = writer_number(writer)
+        self.window = choose_window(buffer.storage.capacity, num_envs, window)
+        self.writer = check_writer_number(writer)
         self.steps = 0
         self._closed = False
         self._positions = StepPositions(num_envs)
@@ -107,7 +105,8 @@ class StepWriter:
         self._copies: dict[Names, StepCopies] = {}
         self._tails: dict[Names, HostColumns[NestedKey]] = {}
         self._given: dict[NestedKey, StagedColumn] = {}  # entries of a step; the others are filled in
-        self._filled, self._limit = 0, self.window - self.steps % self.window
+        self._filled = 0
+        self._limit = self.window - self.steps % self.window
         self._marked = 0  # waiting steps whose markers are filled in
         self._begun = False  # whether there is a previous row that a step can be checked against
         self._episodes.begin((), ())
@@ -140,26 +139,28 @@ class StepWriter:
         with self._lock:
             if self._closed:
                 raise RuntimeError("this step writer is closed: buffer.writer_for makes a new one")
-
             if self._filled == self._limit:
                 self._store()
             if not self._begun:
                 self._begin(step)
+
             given = self._given
             row = self._filled
-
             values = step
             if not isinstance(values, dict) or values.keys() != given.keys():
                 values = dict(entries(step))
-                if unknown := [key for key in values if key not in given]:
+                unknown = [key for key in values if key not in given]
+                if unknown:
                     raise ValueError(f"the step has an entry {unknown[0]!r} that the first one did not have")
-                if missing := [key for key in given if key not in values]:
+                missing = [key for key in given if key not in values]
+                if missing:
                     raise ValueError(f"the step lacks the entry {missing[0]!r} that the first one had")
 
             for key, column in given.items():  # if a step fails half-way, its row is not read
                 column.put(row, values[key])
             if self._episodes.check(given, row):
                 self._mark(row + 1)
+
             self._begun = True
             self._filled = row + 1
             self.steps += 1
@@ -189,9 +190,9 @@ class StepWriter:
         for key in flags:
             if key not in staged:
                 staged[key] = StagedColumn(key, torch.bool, torch.Size([1]), self.num_envs, self.window)
-
         if TRAJ_IDS not in staged:
             staged[TRAJ_IDS] = StagedColumn(TRAJ_IDS, torch.int64, torch.Size([]), self.num_envs, self.window)
+
         kinds = {key: TensorColumn(column.data[0]) for key, column in staged.items()}
         self._episodes.begin(given, compared_keys(kinds, ()))
 
@@ -216,24 +217,27 @@ class StepWriter:
     def _store(self) -> None:
         """Store the waiting rows."""
         count = self._filled
-        rows = count * self.num_envs
         if not count:
             return
 
         self._mark(count)
+        rows = count * self.num_envs
         columns = {key: column.window(count) for key, column in self._staged.items()}
         slots = self.buffer.extend(nest(columns, rows))  # if it fails, the rows keep waiting
+
         self._episodes.keep(self._staged, count - 1)
         self._marked = 0
-
         # The window after a flush is shorter, because windows end at multiples of L, where they fit the ring.
+        # Both together: an interrupt must not come between.
         self._filled, self._limit = 0, self.window - self.steps % self.window
+
         if len(slots) != rows:
             self._positions = StepPositions(self.num_envs)
             raise ValueError(
                 f"the inv of a transform of the buffer turned {rows} rows into {len(slots)}, so steps cannot "
                 "be told apart. Leave that transform out, or write with extend"
             )
+
         self._positions.append(self.buffer.ring, self.steps - count, int(slots[0]), count)
 
     def flush(self) -> None:
@@ -274,11 +278,9 @@ class StepWriter:
             return self._oldest()
 
     def _oldest(self) -> int:
+        first = None
         if self._positions.ring is self.buffer.ring:
             first = self._positions.oldest()
-        else:
-            first = None
-
         if first is None:
             return self.steps - self._filled
         return first
@@ -320,17 +322,18 @@ class StepWriter:
         names = None if keys is None else tuple(keys)
         if names is not None and names not in self._copies:
             names = tuple(map(plain_key, names))
+
         with self._lock:
             places = self._places(steps, envs)
-            changed = self.buffer.transforms
-            if changed:
+            if self.buffer.transforms:
                 columns = leaves(self._rows(places))
             else:
                 columns = self._take(places, names)
 
         if names is None:
             return columns
-        if missing := [name for name in names if name not in columns]:
+        missing = [name for name in names if name not in columns]
+        if missing:
             raise KeyError(f"there is no entry {missing[0]!r} to read, only {sorted(map(str, columns))}")
         return {name: columns[name] for name in names}
 
@@ -341,13 +344,12 @@ class StepWriter:
         step = steps
         env = envs
         if not (is_plain(step) and is_plain(env) and step.shape == env.shape):
-            step, env = (
-                part if isinstance(part, np.ndarray) else torch.as_tensor(part).numpy(force=True)
-                for part in (steps, envs)
-            )
+            if not isinstance(step, np.ndarray):
+                step = torch.as_tensor(step).numpy(force=True)
+            if not isinstance(env, np.ndarray):
+                env = torch.as_tensor(env).numpy(force=True)
             if any(part.size and part.dtype.kind not in "iu" for part in (step, env)):
                 raise TypeError(f"steps and envs must be integers, got {step.dtype} and {env.dtype}")
-
             if step.shape != env.shape:
                 # Copies: NumPy 1 warns about these views when Numba checks whether they are writable.
                 step, env = map(np.array, np.broadcast_arrays(step, env))
@@ -362,7 +364,6 @@ class StepWriter:
                 raise IndexError(
                     f"steps {first} to {last} were requested, {oldest} to {self.steps - 1} are available"
                 )
-
             raise IndexError(
                 f"envs must be from 0 to {self.num_envs - 1}, got {int(env.min())} to {int(env.max())}"
             )
@@ -381,15 +382,13 @@ class StepWriter:
         """
         if batch_size is None:
             batch_size = self.buffer.batch_size
-        size = whole_number("batch_size", batch_size)
-
+        size = check_whole_number("batch_size", batch_size)
         with self._lock:
             while True:
                 first = self._oldest() * self.num_envs
                 stop = self.steps * self.num_envs
                 if first == stop:
                     raise RuntimeError("there is nothing to sample: write a step first")
-
                 with self.buffer.lock:
                     places = torch.randint(first, stop, (size,), generator=self.buffer.generator)
                 try:
@@ -402,29 +401,30 @@ class StepWriter:
         transforms = self.buffer.transforms
         if self._filled and any(map(changes_stored, transforms)):
             self._store()
-        values = self._take(places)
-        n = max(map(looks_ahead, transforms), default=0)
-        ahead = None
 
+        values = self._take(places)
+        n = max(map(lookahead, transforms), default=0)
+        ahead = None
         if n and len(places):
             ahead = places[:, None] + torch.arange(n) * self.num_envs
             ahead.masked_fill_(ahead >= self.steps * self.num_envs, -1)
-            marks = self._take(torch.where(ahead < 0, places[:, None], ahead).view(-1), (TRAJ_IDS, IS_INIT))
+            nearest = torch.where(ahead < 0, places[:, None], ahead)
+            marks = self._take(nearest.view(-1), (TRAJ_IDS, IS_INIT))
             ids, init = (marks[key].cpu().view(-1, n) for key in (TRAJ_IDS, IS_INIT))
             init[:, 0] = False  # a row that begins a trajectory may come first
-            ahead[((ids != ids[:, :1]) | init | (ahead < 0)).cummax(1).values] = -1
+            beyond = (ids != ids[:, :1]) | init | (ahead < 0)
+            ahead[beyond.cummax(1).values] = -1
 
         chosen = self._choose(places)
-        if chosen is None:
-            read = None
-        else:
+        read = None
+        if chosen is not None:
             read = partial(self._take_goals, values[TRAJ_IDS][chosen[0]])
         values = read_others(transforms, values, ahead, chosen, self._take, read)
+
         data: Any = nest(values, *places.shape)
         for transform in transforms:
             data = apply(transform, data, partial(row_ends, places, self.num_envs))
         result: TensorDict = data
-
         return result
 
     def _choose(self, places: Tensor) -> Tensor | None:
@@ -432,16 +432,17 @@ class StepWriter:
         one."""
         buffer = self.buffer
         filled = self._filled
-        chooser = chooser_of(buffer.transforms)
+        chooser = row_chooser(buffer.transforms)
         if chooser is None:
             return None
 
         self._mark(filled)
         choose = partial(chooser.choose, generator=buffer.generator)
-        kinds: dict[NestedKey, Any] = {IS_INIT: np.bool_, TRAJ_IDS: np.int64, DONE: np.bool_}
-        marks: list[Array] = [
-            self._staged[key].rows if filled else np.zeros((1, 1), kind) for key, kind in kinds.items()
-        ]
+        if filled:
+            marks = [self._staged[key].rows for key in (IS_INIT, TRAJ_IDS, DONE)]
+        else:
+            flags = np.zeros((1, 1), np.bool_)
+            marks = [flags, np.zeros((1, 1), np.int64), flags]
         with buffer.lock:
             chosen = self._positions.choose(places, choose, buffer.ring, self.steps - filled, filled, marks)
         if chosen is None:
@@ -461,29 +462,33 @@ class StepWriter:
     def _take(self, places: Tensor, keys: Iterable[NestedKey] | None = None) -> Columns:
         """Return copies of the entries ``keys`` (default: all) of the rows at these places; lock-free."""
         buffer = self.buffer
-        storage = self.buffer.storage
+        storage = buffer.storage
+        assert isinstance(storage, ColumnStorage)
         places = places.cpu()
         names = None if keys is None else tuple(keys)
-        stored = self.steps - self._filled
-        assert isinstance(storage, ColumnStorage)
+
         copies = self._copies.get(names)
         if copies is None or not copies.is_current(storage):
             staged = {key: column.flat for key, column in self._staged.items()}
-            copies = self._copies[names] = StepCopies(storage, staged, self._given, names)
-
+            copies = StepCopies(storage, staged, self._given, names)
+            self._copies[names] = copies
         if copies.marks:
             self._mark(self._filled)
-        if len(places) <= copies.rows:
-            with buffer.lock:
-                where = self._positions.tables(buffer.ring, stored, self.window)
-                copied = copies.read(places, self.num_envs, where, buffer.ring)
+        if len(places) > copies.rows:
+            return self._take_unlocked(storage, places, names)
 
-            if copied is None:
-                raise Overwritten("another writer has overwritten requested rows")
-            return copied
+        with buffer.lock:
+            where = self._positions.tables(buffer.ring, self.steps - self._filled, self.window)
+            copied = copies.read(places, self.num_envs, where, buffer.ring)
+        if copied is None:
+            raise Overwritten("another writer has overwritten requested rows")
+        return copied
 
+    def _take_unlocked(self, storage: ColumnStorage, places: Tensor, names: Names) -> Columns:
+        """Like `_take`, but copy without the buffer's lock, and again if rows were overwritten meanwhile."""
+        buffer = self.buffer
+        stored = self.steps - self._filled
         asked = None if names is None else frozenset(names)
-
         while True:
             with buffer.lock:
                 ring = buffer.ring
@@ -496,13 +501,11 @@ class StepWriter:
                 if len(at) == len(places):
                     return self._read_waiting(rows, names)
 
+                follow = None
                 if storage.needs_follow(asked):
                     follow = ring.follow(slots)
-                else:
-                    follow = None
 
             columns: Columns = storage.read_rows(slots, follow, keys=asked)
-
             with buffer.lock:
                 if ring is buffer.ring and ring.unchanged_since(Draw(slots, follow=follow, version=version)):
                     break
@@ -523,10 +526,11 @@ class StepWriter:
         taken = tail.take(at)
         device = getattr(self.buffer.storage, "device", "cpu")
 
-        return {
-            key: (taken[key] if key in taken else take_rows(column, at)).to(device)
-            for key, column in tail.columns.items()
-        }
+        columns = {}
+        for key, column in tail.columns.items():
+            values = taken[key] if key in taken else take_rows(column, at)
+            columns[key] = values.to(device)
+        return columns
 
     def _tail(self, names: Names) -> "HostColumns[NestedKey]":
         """Return the waiting rows' entries (default: all), ``[E * L, ...]``."""
@@ -534,9 +538,10 @@ class StepWriter:
             from flatroll.kernels.rows.gather import HostColumns  # numba
 
             staged = self._staged
-            keys = staged if names is None else [name for name in names if name in staged]
+            keys: Iterable[NestedKey] = staged
+            if names is not None:
+                keys = [name for name in names if name in staged]
             self._tails[names] = HostColumns({key: staged[key].flat for key in keys})
-
         return self._tails[names]
 
     # -- state -----------------------------------------------------------------------------------------------------
@@ -556,8 +561,8 @@ class StepWriter:
         Earlier rows, and rows loaded into the buffer, cannot be read by step, only through the buffer; waiting rows
         are dropped.
         """
-        self.writer = writer_number(state["writer"])
-        episode = whole_number("episode", state["episode"], 0)
+        self.writer = check_writer_number(state["writer"])
+        episode = check_whole_number("episode", state["episode"], 0)
         self._episodes = Episodes(self.num_envs, self.writer, episode)
         self._positions = StepPositions(self.num_envs)
         self._forget()
@@ -569,7 +574,6 @@ class StepWriter:
             state = self.__dict__.copy()
             if self._positions.ring is not self.buffer.ring:
                 state["_positions"] = StepPositions(self.num_envs)
-
         for name in ("_lock", "_staged", "_given", "_copies", "_tails"):
             del state[name]
         return state

@@ -14,6 +14,7 @@ from flatroll.buffers.columns.column import (
     After,
     Column,
     Columns,
+    RowForm,
     TensorColumn,
     differ,
     plain_columns,
@@ -40,10 +41,10 @@ from flatroll.buffers.storages.item_kinds import (
     structure_to_plain,
 )
 from flatroll.buffers.storages.next_pool import NextPool, check_final_covers, next_columns
-from flatroll.buffers.storages.storage import Links, Rows, Storage, other_capacity
+from flatroll.buffers.storages.storage import Links, Rows, Storage, other_capacity_error
 from flatroll.kernels.rows.spans import Spans
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.checks import flags, torch_device, whole_number
+from flatroll.layout.checks import check_device, check_flags, check_whole_number
 from flatroll.layout.final import Final, check_final, read_final
 from flatroll.layout.keys import NestedKey, next_key, without_next
 
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from flatroll.kernels.rows.gather import HostColumns
 
 
-class Known:
+class ColumnFacts:
     """Cached facts about a storage's columns, valid while their memory does not move.
 
     Attributes:
@@ -72,12 +73,14 @@ class Known:
         pool: NextPool | None,
     ) -> None:
         self.compiled = compiled
+        self.memory = Spans.of(
+            [column.data for column in columns.values() if isinstance(column, TensorColumn)]
+        )
+        self.compared: Compared | None = None
+
         self.host: HostColumns[NestedKey] | None = None
         if compiled and columns and device.type == "cpu":
-            if pool is not None and pool.plain:
-                next_keys = pool.next_keys
-            else:
-                next_keys = None
+            next_keys = pool.next_keys if pool is not None and pool.plain else None
             self.host = plain_columns(columns, next_keys)
 
         self.later: HostColumns[NestedKey] | None = None
@@ -85,11 +88,6 @@ class Known:
         if self.host is not None and pool is not None and self.host.columns.keys() == columns.keys():
             self.later = plain_columns({name: columns[key] for key, name in pool.next_keys.items()})
             self.now = np.array([list(columns).index(key) for key in pool.pairs], np.int64)
-
-        self.memory = Spans.of(
-            [column.data for column in columns.values() if isinstance(column, TensorColumn)]
-        )
-        self.compared: Compared | None = None
 
 
 class ColumnStorage(Storage):
@@ -127,16 +125,16 @@ class ColumnStorage(Storage):
         self, max_size: int, *, device: torch.device | str = "cpu", ndim: int = 1, compact_obs: bool = False
     ) -> None:
         super().__init__(max_size)
-        flags(compact_obs=compact_obs)
-        self.device = torch_device("device", device)
-        self.ndim = whole_number("ndim", ndim)
+        check_flags(compact_obs=compact_obs)
+        self.device = check_device("device", device)
+        self.ndim = check_whole_number("ndim", ndim)
         self.compact_obs = compact_obs
         self.pool: NextPool | None = None  # pool of next observations that no row holds, if compact
-        self.known: Known | None = None
+        self.known: ColumnFacts | None = None
         self._own_keys: frozenset[NestedKey] = frozenset()  # keys of the columns made by make_column
 
     @abstractmethod
-    def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
+    def _allocate(self, like: RowForm) -> dict[NestedKey, Column]:
         """Columns of ``capacity`` rows; raises before it takes anything that is not there."""
 
     def make_column(self, key: NestedKey, dtype: torch.dtype, shape: torch.Size) -> Column | None:
@@ -152,9 +150,7 @@ class ColumnStorage(Storage):
         """
         return None
 
-    def _make_columns(
-        self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]
-    ) -> dict[NestedKey, Column]:
+    def _make_columns(self, like: RowForm) -> dict[NestedKey, Column]:
         """Columns for entries like these: those of :meth:`make_column`, and the storage's own."""
         made: dict[NestedKey, Column] = {}
         if not self.filling:  # when filling, the caller's tensors become the columns
@@ -162,7 +158,8 @@ class ColumnStorage(Storage):
             made = {key: column for key, column in columns.items() if column is not None}
 
             for option in ("frame_stack", "codec", "sparse"):
-                if twice := [key for key in getattr(self, option, ()) if key in made]:
+                twice = [key for key in getattr(self, option, ()) if key in made]
+                if twice:
                     raise ValueError(
                         f"{option} names {twice[0]!r}, which make_column keeps in a {type(made[twice[0]]).__name__}: "
                         "leave it out of one of them"
@@ -188,26 +185,25 @@ class ColumnStorage(Storage):
     @property
     @override
     def nbytes(self) -> int:
-        columns = sum(column.nbytes for column in self.columns.values())
-        # with its free entries
-        if self.pool is None:
-            pool = {}
-        else:
-            pool = self.pool.entries
-        return columns + sum(column.nbytes for column in pool.values())
+        nbytes = sum(column.nbytes for column in self.columns.values())
+        if self.pool is not None:
+            nbytes += sum(column.nbytes for column in self.pool.entries.values())  # free entries too
+        return nbytes
 
     @property
     def bytes_saved(self) -> int:
         """Bytes saved compared with plain tensors for every entry, next observations included."""
         if not self.columns:
             return 0
-        pairs = [] if self.pool is None else self.pool.pairs
-        plain = sum(c.value_bytes * (2 if key in pairs else 1) for key, c in self.columns.items())
+
+        plain = sum(column.value_bytes for column in self.columns.values())
+        if self.pool is not None:
+            plain += sum(self.columns[key].value_bytes for key in self.pool.pairs)
         return plain * self.capacity - self.nbytes
 
-    def _find_known(self) -> Known:
+    def _find_facts(self) -> ColumnFacts:
         """Find what holds of the columns there are."""
-        known = Known(self.columns, self.device, self.compiled, self.pool)
+        known = ColumnFacts(self.columns, self.device, self.compiled, self.pool)
         self.known = known if self.columns else None
         return known
 
@@ -215,11 +211,13 @@ class ColumnStorage(Storage):
     def prepare(
         self, batch: object, final: TensorDictBase | None, keys: BoundaryKeys | None, whole: bool = False
     ) -> Rows:
-        structure = Structure.of(batch) if self.structure is None else self.structure
+        structure = self.structure
+        if structure is None:
+            structure = Structure.of(batch)
         columns = structure.columns(batch)
+
         if not columns:
             raise ValueError("the batch has no entries to store")
-
         if isinstance(batch, TensorDictBase):
             self.compiled = self.compiled or keys is not None or self.compact_obs
         elif final is not None:
@@ -228,64 +226,59 @@ class ColumnStorage(Storage):
             raise TypeError(f"compact_obs=True needs tensordict batches, got {type(batch).__name__}")
 
         known = self.known
-        if known is None or known.compiled is not self.compiled:
-            known = self._find_known()
-
-        # Most batches are copied by one call (`usual`) and need no further checks.
         count = next(iter(columns.values())).shape[0]
+        if known is None or known.compiled is not self.compiled:
+            known = self._find_facts()
+
+        # Most batches are copied by one call and need no further checks.
         source = None
         later = None
+        twice = 0
         if known.host is not None and final is None and count <= self.max_size:
             source = known.host.find(columns, count)
             if source is not None and known.later is not None:
                 later = known.later.find(columns, count)
-        twice = 0 if later is None else len(later)
+                twice = 0 if later is None else len(later)
         usual = source is not None and len(source) == len(columns) - twice == len(self.columns)
+
+        skip = 0
+        late = None
         if not usual:
             check_kinds(columns, known.memory)
-
-        # The first rows of a batch that is too long are left out. If lanes make the capacity smaller than max_size,
-        # count is a multiple of the lanes as well.
-        skip = 0 if whole or count <= self.max_size else count - self.capacity
-
-        late = None
-        if final is not None:
-            probed = keys or BoundaryKeys.probe(batch)
-            late = self._check_final(read_final(final), batch, columns, probed, skip)
-
-        if skip:
-            self.warn_left_out(skip)
-            columns = {key: column[skip:] for key, column in columns.items()}
-            count = count - skip
+            # If lanes make the capacity smaller than max_size, count is a multiple of the lanes as well.
+            if not whole and count > self.max_size:
+                skip = count - self.capacity
+            if final is not None:
+                given = read_final(final)
+                late = self._check_final(given, batch, columns, keys or BoundaryKeys.probe(batch), skip)
+            if skip:
+                self.warn_left_out(skip)
+                columns = {key: column[skip:] for key, column in columns.items()}
+                count = count - skip
 
         if self.compact_obs:
             keys = keys or BoundaryKeys.probe(batch)
-            if not (usual and self.pool is not None and source is not None and later is not None):
-                return self._prepare_compact(structure, columns, count, late, keys, skip)
-
-            marked = self._marker_columns(columns, keys, count) if self.lanes else columns
-            pairs = source[known.now], later, self.pool.row_bytes
-            cut = Fragments.read(marked, keys, None, pairs)
-            tails = self.pool.tails(columns, None, cut.lasts)
-            if keys.in_order:
-                check_tails(columns, cut, self._compared_in(columns, self.pool), tails, skip)
-            return Rows(count, {key: columns[key] for key in self.columns}, cut, tails, source)
+            if usual and self.pool is not None and source is not None and later is not None:
+                return self._prepare_copied(columns, count, keys, known, source, later)
+            return self._prepare_compact(structure, columns, count, late, keys, skip)
 
         if late is not None:
             columns |= {next_key(key): obs for key, obs in next_columns(columns, late).items()}
 
         fragments = None
         if keys is not None:
-            marked = self._marker_columns(columns, keys, count) if self.lanes else columns
+            marked = columns
+            if self.lanes:
+                marked = self._marker_columns(columns, keys, count)
             fragments = Fragments.read(marked, keys)
 
             if keys.in_order:
                 compared = known.compared
+                addresses = source if usual else None
                 if compared is None or compared.not_compared != len(self.not_compared):
                     check_followed(columns, fragments, self._compared_in(columns, None), None, skip)
                 else:
-                    followed = source if usual else None
-                    check_followed(columns, fragments, compared, followed, skip)
+                    check_followed(columns, fragments, compared, addresses, skip)
 
         if not usual:
             self._check_columns(columns, structure)
@@ -298,12 +291,13 @@ class ColumnStorage(Storage):
         """``final``, checked against the batch, for its rows from number ``skip`` on, counted from there."""
         row = check_final(final, columns, len(batch))
         late = row >= skip
+        kept = batch
         if skip:
             final = Final(row[late] - skip, {key: obs[late] for key, obs in final.next.items()})
-        kept = batch[skip:] if skip else batch
+            kept = batch[skip:]
+
         ends = run_ends(kept, is_init_key=keys.is_init, done_key=keys.done, traj_key=keys.traj)
         check_final_covers(row[late] - skip, ends, {key: column[skip:] for key, column in columns.items()})
-
         return final
 
     def _marker_columns(self, columns: Columns, keys: BoundaryKeys, count: int) -> Columns:
@@ -313,6 +307,37 @@ class ColumnStorage(Storage):
             return columns
         lanes = self.lanes.numel()
         return columns | {keys.traj: torch.arange(lanes).repeat(count // lanes)}
+
+    def _prepare_copied(
+        self,
+        columns: Columns,
+        count: int,
+        keys: BoundaryKeys,
+        known: ColumnFacts,
+        source: Array,
+        later: Array,
+    ) -> Rows:
+        """Do the same as `_prepare_compact` for a batch that is all copied by one call, as most are.
+
+        ``source`` and ``later`` are the addresses of its columns, those under ``"next"`` apart.
+        """
+        pool = self.pool
+        assert pool is not None
+        marked = columns
+        if self.lanes:
+            marked = self._marker_columns(columns, keys, count)
+
+        fragments = Fragments.read(marked, keys, None, (source[known.now], later, pool.row_bytes))
+        tails = pool.tails(columns, None, fragments.lasts)
+        if keys.in_order:
+            compared = known.compared
+            if compared is None or compared.not_compared != len(self.not_compared):
+                check_tails(columns, fragments, self._compared_in(columns, pool), tails)
+            else:
+                check_tails(columns, fragments, compared.keys, tails)
+
+        stored = {key: columns[key] for key in self.columns}
+        return Rows(count, stored, fragments, tails, source)
 
     def _prepare_compact(
         self,
@@ -328,34 +353,23 @@ class ColumnStorage(Storage):
         ``skip`` is the number of rows that were left out before them.
         """
         from_final: Columns = {} if final is None else final.next
-        marked = self._marker_columns(columns, keys, count) if self.lanes else columns
+        marked = columns
+        if self.lanes:
+            marked = self._marker_columns(columns, keys, count)
+
         pool = self.pool or NextPool(find_pairs(columns, marked, final, keys))
-
-        for key, next_name in pool.next_keys.items():
-            now = columns.get(key)
-            later = columns.get(next_name)
-            if key in from_final:
-                continue
-            if now is None or later is None or now.dtype is not later.dtype or now.shape != later.shape:
-                raise ValueError(
-                    f"the batch lacks {next_name!r}, which the first extend had: pass it in the batch or in final"
-                )
-
         twice = set(pool.next_keys.values())
         stored = {key: column for key, column in columns.items() if key not in twice}
-        if self.pool is not None and stored.keys() != self.columns.keys():
-            pairs = {*state_pairs(columns), *from_final}
-            new = [key for key in columns if key in pairs and next_key(key) not in {*twice, *self.columns}]
-            if new:
-                raise ValueError(f"the batch has {next_key(new[0])!r}, which the first extend did not have")
+        self._check_pairs(columns, stored, pool, from_final)
 
         fragments = Fragments.read(marked, keys, pool.cuts(columns, final))
         tails = pool.tails(columns, final, fragments.lasts)
         if keys.in_order:
             check_tails(columns, fragments, self._compared_in(columns, pool), tails, skip)
 
-        host = None if self.known is None else self.known.host
-        source = None if host is None else host.find(stored, count)
+        source = None
+        if self.known is not None and self.known.host is not None:
+            source = self.known.host.find(stored, count)
         if source is None or not len(source) == len(stored) == len(self.columns):
             self._check_columns(stored, structure)
 
@@ -363,8 +377,31 @@ class ColumnStorage(Storage):
             pool.allocate(self.columns, self._own_keys)
             self.pool = pool
             self.known = None
-
         return Rows(count, stored, fragments, tails, source)
+
+    def _check_pairs(self, columns: Columns, stored: Columns, pool: NextPool, from_final: Columns) -> None:
+        """ValueError unless a compact batch has the next observations of ``pool``, and no others.
+
+        ``stored`` are the ``columns`` without these next observations.
+        """
+        for key, next_name in pool.next_keys.items():
+            if key in from_final:
+                continue
+            now = columns.get(key)
+            later = columns.get(next_name)
+            if now is None or later is None or now.dtype is not later.dtype or now.shape != later.shape:
+                raise ValueError(
+                    f"the batch lacks {next_name!r}, which the first extend had: pass it in the batch or in final"
+                )
+
+        if self.pool is None or stored.keys() == self.columns.keys():
+            return
+
+        known = {*pool.next_keys.values(), *self.columns}
+        pairs = {*state_pairs(columns), *from_final}
+        for key in columns:
+            if key in pairs and next_key(key) not in known:
+                raise ValueError(f"the batch has {next_key(key)!r}, which the first extend did not have")
 
     def _compared_in(self, columns: Columns, pool: NextPool | None) -> tuple[NestedKey, ...]:
         """Return the root keys in a batch's ``columns`` by which a row is known to follow another."""
@@ -405,7 +442,7 @@ class ColumnStorage(Storage):
 
     @override
     def write(self, slot: int, rows: Rows, after: After | None = None) -> None:
-        host = (self.known or self._find_known()).host
+        host = (self.known or self._find_facts()).host
         written: Collection[NestedKey] = ()
         if host is not None and rows.source is not None:
             if host.write_found(slot, rows.source, rows.count):
@@ -418,7 +455,9 @@ class ColumnStorage(Storage):
         # As many as fit before the last slot; the rest wraps around to slot 0.
         fit = min(rows.count, self.capacity - slot)
         whole = fit == rows.count
-        parts = [(0, fit, slot)] if whole else [(0, fit, slot), (fit, rows.count, 0)]
+        parts = [(0, fit, slot)]
+        if not whole:
+            parts.append((fit, rows.count, 0))
 
         for first, stop, to in parts:
             hint = after
@@ -427,9 +466,11 @@ class ColumnStorage(Storage):
                 hint = After(after.rows[among] - first, after.slots[among])
 
             for key, values in rows.columns.items():
-                if key not in written:
-                    piece = values if whole else values[first:stop]
-                    self.columns[key].write(to, piece, hint)
+                if key in written:
+                    continue
+                if not whole:
+                    values = values[first:stop]
+                self.columns[key].write(to, values, hint)
 
     @override
     def put(self, slots: Tensor, rows: Rows, at: Tensor | None = None) -> None:
@@ -444,14 +485,15 @@ class ColumnStorage(Storage):
     def link(self, ring: Ring, rows: Rows, keys: BoundaryKeys | None) -> Links | None:
         if not isinstance(ring, TrajectoryIndex):
             return None
-
         assert rows.fragments is not None
-        known = self.known or self._find_known()
+
+        known = self.known or self._find_facts()
         source = rows.source
         pool = self.pool
         compared = known.compared
         if compared is None or compared.not_compared != len(self.not_compared):
-            compared = known.compared = Compared.of(self, pool, known.host)
+            compared = Compared.of(self, pool, known.host)
+            known.compared = compared
 
         compare = NOTHING
         if source is not None and compared.pairs is not None:
@@ -462,17 +504,17 @@ class ColumnStorage(Storage):
                 compared.pairs[:, 0] = [column.data.data_ptr() for column in entries]
                 heads = [rows.columns[key] for key in compared.order]
                 source = np.array([values.data_ptr() for values in heads + ends], np.int64)
-
             if all(end.is_cpu and end.is_contiguous() for end in ends):
                 compare = compared.pairs, source, len(compared.keys), pool is not None
 
         found, wrong = ring.link(rows.fragments, compare)
+
         if wrong or compare is NOTHING:
             check = LinkCheck(self, pool, ring, rows, found)
             if compare is NOTHING:
                 check.compare(compared.keys)
-            check.settle(compared.keys, check.unlike(), keys is not None and keys.traj in rows.columns)
-
+            named = keys is not None and keys.traj in rows.columns
+            check.settle(compared.keys, check.unlike(), named)
         return Links(*found)
 
     @override
@@ -491,18 +533,15 @@ class ColumnStorage(Storage):
         # A tensordict may have only some of the entries.
         assert self.structure is not None
         columns = self.structure.columns_of_rows(data, shape)
-        check_kinds(columns, (self.known or self._find_known()).memory)
-
-        if keys is None:
-            fixed = set()
-        else:
+        check_kinds(columns, (self.known or self._find_facts()).memory)
+        fixed = set()
+        if keys is not None:
             fixed = {keys.is_init, keys.done, *keys.more_done, keys.traj, keys.step_count}
-
         if self.pool is not None:
             fixed |= {*self.pool.pairs, *self.pool.next_keys.values()}
+
         # Check all entries before writing any: an error changes nothing.
         kept = self.read_rows(draw.slots, draw.follow, keys=frozenset(columns))
-
         for key, values in columns.items():
             if key not in kept:
                 raise ValueError(f"no entry {key!r}: the storage keeps {sorted(self.columns, key=repr)}")
@@ -513,6 +552,7 @@ class ColumnStorage(Storage):
                     f"{shown(key)} must be {stored.dtype} {list(stored.shape)} to be written here, "
                     f"got {values.dtype} {list(values.shape)}"
                 )
+
             if key in fixed and bool(differ(stored, values.to(stored.device)).any()):
                 raise ValueError(
                     f"{shown(key)} cannot be changed in place: other rows or the trajectory index depend on it. "
@@ -539,10 +579,10 @@ class ColumnStorage(Storage):
             )
 
         known = self.known
-        if known is None or known.compiled is not self.compiled:
-            known = self._find_known()
-
         pool = None if follow is None else self.pool
+        if known is None or known.compiled is not self.compiled:
+            known = self._find_facts()
+
         columns: Columns = {}
         if keys is None and known.host is not None and pool is not None and follow is not None and pool.plain:
             # The variable keeps the pool's memory alive: a thread that writes may replace it by a larger one.
@@ -552,38 +592,46 @@ class ColumnStorage(Storage):
                 return columns
 
         # First the columns that one call copies, then the others one by one.
-        columns = {} if known.host is None else known.host.take(slots, keys)
-        wanted = self.columns if keys is None else self.columns.keys() & keys
-        if len(columns) < len(wanted):
+        if known.host is not None:
+            columns = known.host.take(slots, keys)
+
+        asked: Collection[NestedKey] = self.columns
+        if keys is not None:
+            asked = self.columns.keys() & keys
+        if len(columns) < len(asked):
             slots = slots.to(self.device)
-            columns = {
-                key: columns[key] if key in columns else column.take(slots)
-                for key, column in self.columns.items()
-                if keys is None or key in keys
-            }
+            copied = columns
+            columns = {}
+            for key, column in self.columns.items():
+                if key in copied:
+                    columns[key] = copied[key]
+                elif key in asked:
+                    columns[key] = column.take(slots)
 
         # Last the next observations: from the next rows, or from the pool where no row holds them.
         if pool is not None and follow is not None:
             for key, name in pool.next_keys.items():
-                if keys is None or name in keys:
-                    rows = self.columns[key].take(follow.slots.clamp(min=0))
-                    if follow.patch.shape[1]:
-                        at, kept = follow.patch
-                        put_rows(rows, at.to(rows.device), pool.entries[key].take(kept))
-                    columns[name] = rows
-
+                if keys is not None and name not in keys:
+                    continue
+                rows = self.columns[key].take(follow.slots.clamp(min=0))
+                if follow.patch.shape[1]:
+                    at, kept = follow.patch
+                    put_rows(rows, at.to(rows.device), pool.entries[key].take(kept))
+                columns[name] = rows
         return columns
 
     @property
     @override
     def copies_bytes(self) -> bool:
         host = None if self.known is None else self.known.host
-        rows = host is not None and len(host.columns) == len(self.columns)
-        return rows and (self.pool is None or self.pool.plain)
+        if host is None or len(host.columns) != len(self.columns):
+            return False
+        return self.pool is None or self.pool.plain
 
     @override
     def build(self, values: Columns | list[Any], shape: torch.Size) -> Any:
         assert self.structure is not None and isinstance(values, dict)
+
         return self.structure.build(values, shape)
 
     @override
@@ -598,57 +646,48 @@ class ColumnStorage(Storage):
             "lanes": self.lanes,
             "structure": structure_to_plain(self.structure),
             "like": {key: (column.dtype, column.shape) for key, column in self.columns.items()},
-            "kinds": {key: _kind_of(column) for key, column in self.columns.items()},
+            "kinds": {key: _column_kind(column) for key, column in self.columns.items()},
             "pool": {key: column.state_dict(pool_rows) for key, column in entries.items()},
         }
 
     def columns_like(self, state: dict[str, Any]) -> dict[NestedKey, Column]:
         """Return the columns, or, before the first batch, blank ones like those that the tables in ``state`` describe;
         ValueError if the tables are invalid, or differ from the columns in shape, dtype or kind."""
-        for key, (dtype, shape) in state["like"].items():
-            names = key if isinstance(key, tuple) else (key,)
-            if not names or not all(isinstance(name, str) for name in names):
-                raise damaged(f"{key!r} is not the key of an entry")
-
-            is_shape = isinstance(shape, torch.Size) and all(size >= 0 for size in shape)
-            if not isinstance(dtype, torch.dtype) or not is_shape:
-                raise damaged(f"its entry {key!r} has the dtype {dtype!r} and the shape {shape!r}")
+        like = state["like"]
+        _check_row_form(like)
 
         structure = structure_from_plain(state["structure"])
         if structure is None:
             raise damaged("its rows are of an unknown kind")
 
         # Build and flatten an empty batch of that kind.
-        rows = {key: torch.empty((0, *shape), dtype=dtype) for key, (dtype, shape) in state["like"].items()}
-
+        rows = {key: torch.empty((0, *shape), dtype=dtype) for key, (dtype, shape) in like.items()}
         try:
             again = structure.columns(structure.build(rows, torch.Size([0])))
         except (KeyError, RuntimeError, TypeError) as error:
             raise damaged(f"its entries do not make rows of its kind ({error})") from None
-
-        if {key: (column.dtype, column.shape[1:]) for key, column in again.items()} != dict(state["like"]):
+        flattened = {key: (column.dtype, column.shape[1:]) for key, column in again.items()}
+        if flattened != dict(like):
             raise damaged("its entries are not those of its kind of rows")
 
         columns = self.columns or {
-            key: self.make_column(key, *kind) or self._blank_column(key, *kind)
-            for key, kind in state["like"].items()
+            key: self.make_column(key, *kind) or self._blank_column(key, *kind) for key, kind in like.items()
         }
 
-        saved = {key: (*kind, state["kinds"][key]) for key, kind in state["like"].items()}
-        here = {key: (column.dtype, column.shape, _kind_of(column)) for key, column in columns.items()}
-
+        saved = {key: _show_form(dtype, shape, state["kinds"][key]) for key, (dtype, shape) in like.items()}
+        here = {
+            key: _show_form(column.dtype, column.shape, _column_kind(column))
+            for key, column in columns.items()
+        }
         for key in {**saved, **here}:
-            if saved.get(key) != here.get(key):
-                got, expected = (
-                    f"{form[0]} {tuple(form[1])} per row{form[2]}" if form else "nothing"
-                    for form in (saved.get(key), here.get(key))
-                )
+            got = saved.get(key, "nothing")
+            expected = here.get(key, "nothing")
+            if got != expected:
                 raise ValueError(
                     f"the state has {got} as {shown(key)}, this storage keeps {expected}: load it into a storage "
                     "created like the saved one, and extend this buffer with other.oldest_first(), changed as "
                     "needed"
                 )
-
         return columns
 
     @override
@@ -661,17 +700,17 @@ class ColumnStorage(Storage):
         if min(lanes, default=1) < 1:
             raise damaged(f"it has the lanes {list(lanes)}")
         if len(lanes) != self.ndim - 1 or own not in (None, lanes):
-            lanes_here = "" if own is None else f" and lanes {list(own)}"
-
+            own_lanes = "" if own is None else f" and lanes {list(own)}"
             raise ValueError(
                 f"the state is of a storage with lanes {list(lanes)} after the time dim, this one has ndim={self.ndim}"
-                f"{lanes_here}"
+                f"{own_lanes}"
             )
 
         whole_steps = self.max_size // lanes.numel() * lanes.numel()  # older states
         room = whole_steps if self.columns else self.room(lanes)
         if ring.capacity not in (room, whole_steps):
-            raise other_capacity(ring.capacity, room)
+            raise other_capacity_error(ring.capacity, room)
+
         if state["like"] and bool(state["pool"]) != self.compact_obs:
             raise ValueError(
                 f"the state is of a storage with compact_obs={bool(state['pool'])}, this one has "
@@ -685,22 +724,20 @@ class ColumnStorage(Storage):
         pool = state["pool"]
         if state["columns"].keys() != columns.keys():
             raise damaged(f"it has the columns {list(state['columns'])}, expected {list(columns)}")
-        if any(key not in columns or next_key(key) in columns for key in pool) or (
-            ring.pool_size and not pool
-        ):
+
+        unpaired = any(key not in columns or next_key(key) in columns for key in pool)
+        if unpaired or (ring.pool_size and not pool):
             raise damaged(f"it has a pool of next observations of {list(pool)}, which are not stored once")
 
         expected = [(key, column, state["columns"][key], ring.used) for key, column in columns.items()]
         expected += [
             (next_key(key), columns[key].pool(), saved, ring.pool_size) for key, saved in pool.items()
         ]
-
         for key, column, saved, count in expected:
             try:
                 found = column.check_state_dict(saved)
             except ValueError as error:
                 raise ValueError(f"the entry {key!r}: {error}") from None
-
             if found not in (None, count):
                 raise damaged(f"the entry {key!r} has {found} values, the index counts {count}")
 
@@ -717,11 +754,12 @@ class ColumnStorage(Storage):
         if new:
             before = self.lanes
             self.lanes = torch.Size(state["lanes"])
-
             try:
                 self.columns = self._make_columns(state["like"])
             finally:
-                self.lanes = self.lanes if self.columns else before
+                if not self.columns:
+                    self.lanes = before
+            # together: an interrupt must not leave what is known of other columns
             self.structure, self.known = structure_from_plain(state["structure"]), None
 
         for key, column in self.columns.items():
@@ -735,10 +773,10 @@ class ColumnStorage(Storage):
                 if saved.get("unshared") and own.device.type == "cpu" and values.shape == own.shape:
                     column.data = values
                     continue
-
             column.load_state_dict(saved)
 
         if self.compact_obs:
+            # together: what is known depends on the pool
             self.pool, self.known = NextPool(list(state["pool"])), None
             self.pool.allocate(self.columns, self._own_keys)
             for key, column in self.pool.entries.items():
@@ -757,8 +795,24 @@ class ColumnStorage(Storage):
         return super().__getstate__() | {"known": None}  # a copy has its own memory
 
 
-def _kind_of(column: Column) -> str:
+def _column_kind(column: Column) -> str:
     """Return the kind of a column, for saved tables and errors; memory and file columns are the same kind."""
     if isinstance(column, TensorColumn):
         return ""
     return f" in a {column.saved_as}"
+
+
+def _check_row_form(like: Mapping[Any, tuple[Any, Any]]) -> None:
+    """Raise ValueError unless each entry of a state's table has a key, a dtype and a shape."""
+    for key, (dtype, shape) in like.items():
+        names = key if isinstance(key, tuple) else (key,)
+        if not names or not all(isinstance(name, str) for name in names):
+            raise damaged(f"{key!r} is not the key of an entry")
+        is_shape = isinstance(shape, torch.Size) and all(size >= 0 for size in shape)
+        if not isinstance(dtype, torch.dtype) or not is_shape:
+            raise damaged(f"its entry {key!r} has the dtype {dtype!r} and the shape {shape!r}")
+
+
+def _show_form(dtype: torch.dtype, shape: torch.Size, kind: str) -> str:
+    """Return the form of a column in words, for errors."""
+    return f"{dtype} {tuple(shape)} per row{kind}"

@@ -54,7 +54,6 @@ def state_pairs(columns: Mapping[NestedKey, Tensor | Column]) -> list[NestedKey]
         later = columns.get(next_key(key))
         if later is not None and later.shape == column.shape and later.dtype == column.dtype:
             pairs.append(key)
-
     return pairs
 
 
@@ -66,15 +65,16 @@ def find_pairs(columns: Columns, marked: Columns, final: Final | None, keys: Bou
     pairs = state_pairs(columns)
     from_final = [] if final is None else list(final.next)
     pairs += [key for key in from_final if key not in pairs]
+
     if not pairs:
         raise ValueError(
             'compact_obs=True needs ("next", <observation>), but neither the batch nor its final has one: '
             "extend(batch, final=collector.final), or use NextStateReconstructor or NextObservationDelta "
             "instead"
         )
-
     if len(pairs) == len(from_final):
         return pairs
+
     first = columns[pairs[0]]
     ends = torch.zeros(len(first), dtype=torch.bool)  # last rows of runs according to the markers alone
     ends[torch.from_numpy(Fragments.read(marked, keys).lasts)] = True
@@ -83,13 +83,14 @@ def find_pairs(columns: Columns, marked: Columns, final: Final | None, keys: Bou
     # Store an entry once if at least half of the rows inside runs agree with the next row. Observations do;
     # outputs of a network for both, for example, would need a pool entry per row.
     most = int(inside.sum()) // 2
-    shared = [
-        key
-        for key in pairs
-        if key in from_final
-        or int((differ(columns[next_key(key)][:-1], columns[key][1:]) & inside).sum()) <= most
-    ]
-
+    shared = []
+    for key in pairs:
+        if key in from_final:
+            shared.append(key)
+            continue
+        differing = differ(columns[next_key(key)][:-1], columns[key][1:]) & inside
+        if int(differing.sum()) <= most:
+            shared.append(key)
     return shared or pairs
 
 
@@ -161,7 +162,8 @@ def check_tails(
     (ends,) = np.nonzero(fragments.joined[1:])
     ends = ends[:: len(ends) // _CHECKED + 1]
     here = torch.from_numpy(ends)
-    _refuse(batch, fragments.lasts[ends], {key: tails[key][here.to(tails[key].device)] for key in keys}, skip)
+    said = {key: tails[key][here.to(tails[key].device)] for key in keys}
+    _refuse(batch, fragments.lasts[ends], said, skip)
 
 
 def _refuse(batch: Columns, at: Array, said: Columns, skip: int) -> None:
@@ -174,7 +176,6 @@ def _refuse(batch: Columns, at: Array, said: Columns, skip: int) -> None:
         known = batch[NEXT_KNOWN].reshape(-1).numpy(force=True)[at]
         said = {key: values[torch.from_numpy(known)] for key, values in said.items()}
         at = at[known]
-
     if not len(at):
         return
 
@@ -182,10 +183,11 @@ def _refuse(batch: Columns, at: Array, said: Columns, skip: int) -> None:
     differing = dict[NestedKey, Tensor]()
     for key, later in said.items():
         now = batch[key]
-        before, behind, after = (
-            values.detach().reshape(len(at), -1) for values in (now[here], now[here + 1], later)
-        )
-        said[key], differing[key] = after, ~follow(before, after, behind)
+        before = now[here].detach().reshape(len(at), -1)
+        behind = now[here + 1].detach().reshape(len(at), -1)
+        after = later.detach().reshape(len(at), -1)
+        said[key] = after
+        differing[key] = ~follow(before, after, behind)
 
     named = as_tuple(next(iter(said)))[0] == OBSERVATION
     each = torch.stack(list(differing.values()))
@@ -195,14 +197,9 @@ def _refuse(batch: Columns, at: Array, said: Columns, skip: int) -> None:
         source = _row_with({key: values[i] for key, values in said.items()}, batch)
         if source is None and not named:
             continue
-
         key = next(key for key in said if bool(differing[key][i]))
         row = int(at[i]) + skip
-        if source is None:
-            where = ""
-        else:
-            where = f", but that of row {source + skip}"
-
+        where = "" if source is None else f", but that of row {source + skip}"
         raise ValueError(
             f"row {row + 1} of the batch does not follow row {row} in its trajectory: the {next_key(key)!r} of row "
             f"{row} is not the {key!r} of row {row + 1}{where}. Extend with rows as they were collected, before you "
@@ -228,6 +225,7 @@ def _broken_in(batch: Columns, fragments: Fragments, keys: Sequence[NestedKey]) 
     columns = [*now, *later]
     if not all(column.is_cpu for column in columns):  # reading values would sync
         return NONE
+
     if all(column.is_contiguous() for column in columns):
         source = np.array([column.data_ptr() for column in columns], np.int64)
         sizes = [column[0].numel() * column.element_size() for column in now]
@@ -238,10 +236,10 @@ def _broken_in(batch: Columns, fragments: Fragments, keys: Sequence[NestedKey]) 
     compared = min(rows - 1, _CHECKED)
     at = np.arange(compared) * (rows - 1) // compared
     at = at[fragments.lasts[np.searchsorted(fragments.lasts, at)] != at]
+
     here = torch.from_numpy(at)
     unlike = [differ(column[here], head[here + 1]) for head, column in zip(now, later, strict=True)]
     broken_at: Array = at[torch.stack(unlike).any(0).numpy()]
-
     return broken_at
 
 
@@ -280,6 +278,7 @@ class Compared(NamedTuple):
     ) -> "Compared":
         """Find the compared columns of ``storage``, its `NextPool` (if any) and its ``plain`` host columns."""
         columns = storage.columns
+        left_out = len(storage.not_compared)
         if pool is not None:  # only the pairs that are stored once
             columns = {name: columns[key] for key in pool.pairs for name in (key, next_key(key))}
         keys = compared_keys(columns, storage.not_compared)
@@ -288,20 +287,18 @@ class Compared(NamedTuple):
         if pool is None:
             order = keys
             if not all(key in there and next_key(key) in there for key in keys):
-                return cls(len(storage.not_compared), keys, None, order)
-
+                return cls(left_out, keys, None, order)
+            rows = []
             if plain:
                 rows = [plain.pair(key, next_key(key)) for key in keys]
-            else:
-                rows = []
         else:
             order = (*keys, *(key for key in pool.pairs if key not in keys))
             if not pool.plain or not all(key in there for key in order):
-                return cls(len(storage.not_compared), keys, None, order)
+                return cls(left_out, keys, None, order)
             sizes = [columns[key].value_bytes for key in order]
             rows = [(0, size, k, len(order) + k) for k, size in enumerate(sizes)]
 
-        return cls(len(storage.not_compared), keys, np.array(rows, np.int64).reshape(-1, 4), order)
+        return cls(left_out, keys, np.array(rows, np.int64).reshape(-1, 4), order)
 
 
 class LinkCheck:
@@ -319,6 +316,7 @@ class LinkCheck:
         self, storage: Storage, pool: NextPool | None, ring: TrajectoryIndex, rows: Rows, found: Array
     ) -> None:
         assert rows.fragments is not None
+
         self.storage = storage
         self.pool = pool
         self.ring = ring
@@ -331,6 +329,7 @@ class LinkCheck:
         at = np.flatnonzero(self.before != -1)
         if not len(at):
             return
+
         if self.pool is not None:
             columns = self.rows.columns
             tails = self.rows.tails
@@ -340,7 +339,6 @@ class LinkCheck:
             return
 
         wrong: Array = np.zeros(len(at), np.bool_)
-
         for key in keys:
             said, came = self._expected_and_actual(key, at)
             wrong |= differ(said, came).numpy(force=True)
@@ -365,17 +363,17 @@ class LinkCheck:
             ValueError: a fragment does not continue the trajectory that its id names.
         """
         for key in keys:
+            wrong = unlike
             if len(unlike):
                 wrong = unlike[self._find_false(key, unlike)]
-            else:
-                wrong = unlike
-
             if not len(wrong):
                 continue
+
             trusted = self._is_trusted(key)
             if trusted is False:
                 self.storage.not_compared.add(key)
                 continue
+
             if trusted and named:
                 row = int(self.fragments.firsts[wrong[0]])
                 traj = int(self.fragments.ids[wrong[0]])
@@ -384,12 +382,15 @@ class LinkCheck:
                     f"not the {next_key(key)!r} of the last stored row with that id. If two collectors write, "
                     "give one of them writer=1"
                 )
-            self.before[wrong] = self.slots[wrong] = -1
+
+            self.before[wrong] = -1
+            self.slots[wrong] = -1
 
     def _find_false(self, key: NestedKey, at: Array) -> Array:
         """Which of the fragments ``at`` have another value than a next value that is known; bool."""
         said, came = self._expected_and_actual(key, at)
         false = _values_differ(said, came).numpy(force=True)
+
         stored = self.storage.columns.get(NEXT_KNOWN)
         given = self.rows.columns.get(NEXT_KNOWN)
         if stored is not None and given is not None:
@@ -398,7 +399,9 @@ class LinkCheck:
 
     def _expected_and_actual(self, key: NestedKey, at: Array) -> tuple[Tensor, Tensor]:
         """The next values that the fragments ``at`` should begin with, and their first values; both ``[n, ...]``."""
-        came = take_rows(self.rows.columns[key], _rows_on(self.rows.columns[key], self.fragments.firsts[at]))
+        given = self.rows.columns[key]
+        came = take_rows(given, _rows_on(given, self.fragments.firsts[at]))
+
         if self.pool is None:
             name = next_key(key)
             said = self._rows_before(self.storage.columns[name], self.rows.columns[name], at)
@@ -406,6 +409,7 @@ class LinkCheck:
             tails = self.rows.tails[key]
             before = self.before[at]
             said = take_rows(tails, _rows_on(tails, np.maximum(-2 - before, 0)))
+
             outer = np.flatnonzero(before >= 0)
             entries = torch.from_numpy(self.ring.tail_entries(before[outer]))
             put_rows(said, _rows_on(said, outer), self.pool.entries[key].take(entries).to(said.device))
@@ -418,6 +422,7 @@ class LinkCheck:
         # For fragments that continue stored rows, any row: replaced below.
         inner = self.fragments.lasts[np.maximum(-2 - before, 0)]
         values = take_rows(given, _rows_on(given, inner))
+
         outer = np.flatnonzero(before >= 0)
         if len(outer):
             taken = stored.take(torch.from_numpy(self.slots[at[outer]]))
@@ -434,11 +439,11 @@ class LinkCheck:
         inside = np.ones(self.rows.count, np.bool_)
         inside[lasts] = False
         at = _rows_on(columns[key], np.flatnonzero(inside))
+
         if self.pool is None and len(at):
             now = columns[key]
             later = columns[next_key(key)]
             return not bool(_values_differ(take_rows(later, at), take_rows(now, at + 1)).any())
-
         # In a compact batch rows inside fragments are equal by construction; check only where a run continues
         # in the next batch.
         joined = np.flatnonzero(self.fragments.joined)
@@ -471,7 +476,8 @@ def _rows_on(column: Tensor, numbers: Array) -> Tensor:
 def _values_differ(said: Tensor, came: Tensor) -> Tensor:
     """Return where two columns differ in value, except NaN (unknown) in ``said``; bool ``[N]``."""
     if said.is_complex():
-        said, came = (torch.view_as_real(side.resolve_conj()) for side in (said, came))
+        said = torch.view_as_real(said.resolve_conj())
+        came = torch.view_as_real(came.resolve_conj())
     if not said.is_floating_point():
         return differ(said, came)
 

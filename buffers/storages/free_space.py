@@ -13,9 +13,7 @@ def free_memory(device: torch.device) -> int:
     """Return the bytes that this process can allocate on ``device``, within ``ulimit`` and control groups."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-
     free = [int(psutil.virtual_memory().available), *_group_limits()]
-
     with suppress(ImportError):  # only POSIX systems have it
         import resource
 
@@ -27,7 +25,6 @@ def free_memory(device: torch.device) -> int:
             soft, _ = resource.getrlimit(limit)
             if soft != resource.RLIM_INFINITY:
                 free.append(soft - int(taken))
-
     return max(0, min(free))
 
 
@@ -37,7 +34,6 @@ def check_memory(
     """Raise MemoryError, suggesting ``ways`` out, if ``rows`` rows of ``row_bytes`` bytes do not fit on ``device``."""
     if device.type not in ("cpu", "cuda"):  # other devices do not report free memory
         return
-
     free = free_memory(device)
     if rows * row_bytes > free:
         available = f"{shown_size(free)} of memory are free on {device}"
@@ -77,7 +73,6 @@ def shown_size(count: int) -> str:
             break
         size = size / 1024
         unit = larger
-
     return f"{size:.4g} {unit}"
 
 
@@ -106,12 +101,14 @@ def _group_limits(
             continue
 
         folder = top / path.lstrip("/")
-
         # The group and all its ancestors, because each may have a limit; "max" or a missing file means no limit.
-        for group in (group for group in (folder, *folder.parents) if group == top or top in group.parents):
+        for group in (folder, *folder.parents):
+            if group != top and top not in group.parents:
+                continue
             with suppress(OSError, ValueError):
                 most = int((group / limit).read_text())
                 used = int((group / usage).read_text())
                 statistics = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
+
                 # The file cache counts as free, because it is released on demand.
                 yield most - used + int(statistics.get(cached, 0))

@@ -45,10 +45,7 @@ class Structure(ABC):
             rows = as_tensor(leaf)
             return rows.reshape(math.prod(rows.shape[: len(shape)]), *rows.shape[len(shape) :])
 
-        if shape:
-            rows = map_rows(data, flat)
-        else:
-            rows = one_row(data)
+        rows = map_rows(data, flat) if shape else one_row(data)
         return self.columns(rows)
 
     @staticmethod
@@ -92,7 +89,7 @@ def structure_from_plain(plain: Any) -> Structure | None:
     raise damaged(f"its rows are of an unknown kind, {str(plain)[:40]}")
 
 
-def not_flat(batch: TensorDictBase) -> ValueError:
+def not_flat_error(batch: TensorDictBase) -> ValueError:
     """Return the error for a batch of several dimensions given to a storage of single rows."""
     return ValueError(
         f"batch must be flat, [N], got {list(batch.batch_size)}: batch.reshape(-1) flattens [envs, time], and "
@@ -112,7 +109,7 @@ class TensorDicts(Structure):
             raise TypeError(f"the storage holds tensordicts, got {type(batch).__name__} as data")
         if batch.batch_size[1:] != self.inner:
             if not self.inner:
-                raise not_flat(batch)
+                raise not_flat_error(batch)
             raise ValueError(f"rows have batch size {list(self.inner)}, got {list(batch.batch_size[1:])}")
         return leaves(batch)
 
@@ -128,6 +125,7 @@ class Tensors(Structure):
     def columns(self, batch: object) -> Columns:
         if not isinstance(batch, _SINGLE):
             raise TypeError(f"the storage holds single tensors, got {type(batch).__name__}")
+
         values = as_tensor(batch)
         if not values.ndim:
             raise ValueError("a batch needs a leading dimension, got a single number: use add")
@@ -152,11 +150,7 @@ class Trees(Structure):
             names = tuple(
                 str(getattr(step, "key", getattr(step, "idx", getattr(step, "name", step)))) for step in path
             )
-            if names:
-                key = plain_key(names)
-            else:
-                key = VALUE
-            self.keys.append(key)
+            self.keys.append(plain_key(names) if names else VALUE)
 
         if len(set(self.keys)) != len(self.keys):  # for example {1: ..., "1": ...}
             self.keys = [str(i) for i in range(len(self.keys))]
@@ -169,6 +163,7 @@ class Trees(Structure):
 
         columns = {key: as_tensor(leaf) for key, leaf in zip(self.keys, leaves, strict=True)}
         lengths = {key: c.shape[0] if c.ndim else None for key, c in columns.items()}
+
         if len(set(lengths.values())) > 1 or None in lengths.values():
             raise ValueError(
                 f"all leaves must have one length along their first dimension, got {lengths}: "
@@ -199,11 +194,9 @@ def check_kinds(columns: Columns, own: Spans) -> None:
     for key, column in columns.items():
         if column.layout is torch.strided and not (column.requires_grad or column.is_meta):
             address = column.data_ptr()
-            if (
-                low <= address < high and address < stops[bisect(starts, address) - 1]
-            ):  # `Spans.hold`, inlined
+            # `Spans.hold`, inlined
+            if low <= address < high and address < stops[bisect(starts, address) - 1]:
                 columns[key] = column.clone()
-
             continue  # the common case
 
         if column.is_meta:
@@ -212,7 +205,11 @@ def check_kinds(columns: Columns, own: Spans) -> None:
             raise TypeError(
                 f"{shown(key)} is a tensor of layout {column.layout}, this storage takes dense ones: pass x.to_dense()"
             )
-        columns[key] = column.detach().clone() if own.hold(column.data_ptr()) else column.detach()
+
+        detached = column.detach()
+        if own.hold(column.data_ptr()):
+            detached = detached.clone()
+        columns[key] = detached
 
 
 def batched(items: list[Any]) -> Any:
@@ -227,7 +224,6 @@ def batched(items: list[Any]) -> Any:
         return torch.stack(items)
 
     spec = pytree.tree_structure(first)
-
     rows = []
     for i, item in enumerate(items):
         leaves, other = pytree.tree_flatten(item)
@@ -235,7 +231,6 @@ def batched(items: list[Any]) -> Any:
             raise ValueError(f"data must be items of one form: item 0 is {spec}, item {i} {other}")
 
         rows.append([as_tensor(leaf) for leaf in leaves])
-
         for expected, got in zip(rows[0], rows[-1], strict=True):
             if expected.shape != got.shape or expected.dtype is not got.dtype:
                 raise ValueError(
@@ -243,7 +238,8 @@ def batched(items: list[Any]) -> Any:
                     f"{list(expected.shape)} where item {i} has {got.dtype} {list(got.shape)}"
                 )
 
-    return pytree.tree_unflatten([torch.stack(column) for column in zip(*rows, strict=True)], spec)
+    columns = [torch.stack(column) for column in zip(*rows, strict=True)]
+    return pytree.tree_unflatten(columns, spec)
 
 
 def stacked(items: list[Any]) -> Any:
@@ -255,16 +251,16 @@ def stacked(items: list[Any]) -> Any:
     """
     if not items:
         return items
+
     if all(isinstance(item, TensorDictBase) for item in items):
-        same = len({(item.batch_size, _forms(item)) for item in items}) == 1
-        if same:
+        kinds = {(item.batch_size, _forms(item)) for item in items}
+        if len(kinds) == 1:
             return batched(items)
         return items
 
     trees = [pytree.tree_leaves(item) for item in items]
     if not all(tree and all(isinstance(leaf, Tensor) for leaf in tree) for tree in trees):
         return items
-
     try:
         return batched(items)
     except ValueError:  # items of different forms
@@ -316,6 +312,7 @@ def dense(batch: object) -> Any:
     """Convert a lazy stack to a plain tensordict; return anything else unchanged."""
     if not isinstance(batch, LazyStackedTensorDict):
         return batch
+
     # Otherwise entries that only some items have would be dropped, and dtypes cast.
     _check_alike(batch.tensordicts)
     return batch.contiguous()
@@ -329,7 +326,9 @@ def _check_alike(items: list[Any]) -> None:
             raise ValueError(
                 f"items must all be tensordicts if item 0 is one, but item {i} has the type {type(item).__name__}"
             )
-        if differing := _forms(item) ^ form:
+
+        differing = _forms(item) ^ form
+        if differing:
             raise ValueError(
                 "items must have the same entries, shapes and dtypes to be stored in tensors: item 0 and "
                 f"item {i} differ in {sorted(str(entry) for entry in differing)}"
@@ -362,7 +361,6 @@ def as_tensor(leaf: object) -> Any:
         return leaf
     if isinstance(leaf, _SINGLE):
         return torch.as_tensor(leaf)
-
     raise TypeError(
         f"data of type {type(leaf).__name__} cannot be kept in tensors: ListStorage takes any object"
     )
@@ -374,11 +372,7 @@ def leaves(batch: TensorDictBase, path: tuple[str, ...] = ()) -> Columns:
     for name, value in batch.items():
         key = (*path, name)
         if isinstance(value, Tensor):
-            if path:
-                place = key
-            else:
-                place = name
-            columns[place] = value
+            columns[key if path else name] = value
         elif isinstance(value, TensorDictBase) and not is_non_tensor(value):
             columns |= leaves(value, key)
         else:
@@ -386,7 +380,6 @@ def leaves(batch: TensorDictBase, path: tuple[str, ...] = ()) -> Columns:
                 f"batch[{plain_key(key)!r}] is a {type(value).__name__}: this storage takes tensors only, "
                 "ListStorage takes anything"
             )
-
     return columns
 
 
@@ -397,7 +390,8 @@ def entry(batch: object, names: tuple[Any, ...]) -> Any:
     tensor([1.])
     """
     if isinstance(batch, TensorDictBase):
-        if (found := batch.get(names, None)) is None:
+        found = batch.get(names, None)
+        if found is None:
             raise missing_marker(names, batch.keys(True, True))
         return found
 
@@ -405,15 +399,16 @@ def entry(batch: object, names: tuple[Any, ...]) -> Any:
         if not isinstance(batch, (dict, list, tuple)):
             raise TypeError(f"there is no entry {name!r}: rows are {type(batch).__name__}s, not tensordicts")
 
-        # The entries of a named tuple can also be selected by field name.
-        named = isinstance(batch, tuple) and isinstance(name, str)
         if isinstance(batch, list) and not isinstance(name, int):
             raise TypeError(
                 f"index {name!r} names an entry, but rows are lists: use the position of the entry instead"
             )
+        # The entries of a named tuple can also be selected by field name.
         place: Any = batch
-        batch = getattr(place, str(name)) if named else place[name]
-
+        if isinstance(batch, tuple) and isinstance(name, str):
+            batch = getattr(place, str(name))
+        else:
+            batch = place[name]
     return batch
 
 

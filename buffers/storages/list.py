@@ -13,7 +13,7 @@ from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Follow, Ring
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.storages.item_kinds import apart, stacked
-from flatroll.buffers.storages.storage import Rows, Storage, other_capacity
+from flatroll.buffers.storages.storage import Rows, Storage, other_capacity_error
 from flatroll.disk.state_tree import from_plain, to_plain
 from flatroll.layout.keys import NestedKey
 
@@ -51,11 +51,8 @@ class ListStorage(Storage):
         if final is not None:
             raise ValueError("ListStorage takes no final, which comes with a compact tensordict batch")
 
-        if whole:
-            room = None
-        else:
-            room = self.max_size
-        items, left_out = apart(batch, room)
+        most = None if whole else self.max_size
+        items, left_out = apart(batch, most)
         if left_out:
             self.warn_left_out(left_out)
         return Rows(len(items), items=items)
@@ -75,8 +72,10 @@ class ListStorage(Storage):
 
         for slot, i in zip(numbers, chosen, strict=True):
             item = rows.items[i]
-            # Items of a batch are views of one copy: a few chosen ones would keep all of its memory.
-            self._items[slot] = item if at is None else _own_memory(item)
+            if at is not None:
+                # Items of a batch are views of one copy: a few chosen ones would keep all of its memory.
+                item = _own_memory(item)
+            self._items[slot] = item
 
     @override
     def write_drawn(self, draw: Draw, data: object, shape: torch.Size, keys: BoundaryKeys | None) -> None:
@@ -84,10 +83,12 @@ class ListStorage(Storage):
         items = [data]
         if shape and several:
             items, _ = apart(data)
+
         if (shape and not several) or len(items) != len(draw.slots):
             raise ValueError(
                 f"data must be a list of {len(draw.slots)} items, one for each slot, got {data!r:.80}"
             )
+
         self.put(draw.slots, Rows(len(items), items=items))
 
     @override
@@ -122,7 +123,7 @@ class ListStorage(Storage):
         if "like" in state:
             raise ValueError("the state is of a storage of tensors, this is a ListStorage")
         if ring.capacity != self.max_size:
-            raise other_capacity(ring.capacity, self.max_size)
+            raise other_capacity_error(ring.capacity, self.max_size)
 
     @override
     def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:

@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.column import Column, Columns, TensorColumn
+from flatroll.buffers.columns.column import Column, Columns, RowForm, TensorColumn
 from flatroll.buffers.columns.frame_stack import FrameColumn
 from flatroll.buffers.index.ring import Array, Follow, Ring
 from flatroll.buffers.storages.column_storage import ColumnStorage
 from flatroll.buffers.storages.free_space import check_disk, check_memory, free_memory, refusal, shown_size
 from flatroll.buffers.storages.next_pool import NextPool
 from flatroll.buffers.storages.tensors import Encodings
-from flatroll.layout.checks import expect, file_path, flags
+from flatroll.layout.checks import check_flags, check_path, check_type
 from flatroll.layout.keys import NestedKey, as_tuple
 
 #: Errors of reserving space: the disk is full, or the file system cannot reserve.
@@ -98,16 +98,17 @@ class LazyMemmapStorage(ColumnStorage):
         compilable: bool = False,
     ) -> None:
         super().__init__(max_size, device=device, ndim=ndim, compact_obs=compact_obs)
-        flags(existsok=existsok, compilable=compilable)
+        check_flags(existsok=existsok, compilable=compilable)
         if auto_cleanup is not None:
-            flags(auto_cleanup=auto_cleanup)
+            check_flags(auto_cleanup=auto_cleanup)
         if codec is not None:
-            expect("codec", codec, Mapping, "a dict or None")
+            check_type("codec", codec, Mapping, "a dict or None")
         if self.device.type != "cpu":
             raise ValueError(
                 f"device must be 'cpu' for files, got {str(device)!r}: move samples with transform=lambda td: "
                 f"td.to({str(device)!r}), or use LazyTensorStorage(device={str(device)!r})"
             )
+
         if codec:
             raise ValueError(
                 f"codec={dict(codec)!r} is not supported for files: use LazyTensorStorage(codec=...), whose "
@@ -121,13 +122,11 @@ class LazyMemmapStorage(ColumnStorage):
         if scratch_dir is None:
             self.scratch_dir = None
         else:
-            self.scratch_dir = file_path("scratch_dir", scratch_dir).absolute()
-
+            self.scratch_dir = check_path("scratch_dir", scratch_dir).absolute()
         self.existsok = existsok
         if auto_cleanup is None:
-            self.auto_cleanup = scratch_dir is None
-        else:
-            self.auto_cleanup = auto_cleanup
+            auto_cleanup = scratch_dir is None
+        self.auto_cleanup = auto_cleanup
 
         self.folder: Path | None = None  # folder of the files, once they exist
         # uint8: the ring's counters in a file; None before the first extend.
@@ -135,74 +134,81 @@ class LazyMemmapStorage(ColumnStorage):
         self._unshareable: str | None = None  # name of a component that other processes cannot share
         self._has_buffer = False
         self._large = False  # whether most rows are likely to be on disk only
+
         if self.scratch_dir is not None:
             self._refuse_old([self.scratch_dir / _COUNTERS])
 
     @override
-    def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
+    def _allocate(self, like: RowForm) -> dict[NestedKey, Column]:
         size = self._encodings.row_bytes(like)
-        if self.compact_obs:
-            ways = []
-        else:
-            ways = ["compact_obs=True"]
-        instead = ["another scratch_dir", *ways]
+        instead = ["another scratch_dir"]
+        if not self.compact_obs:
+            instead.append("compact_obs=True")
         if not self.frame_stack:
             instead.append("frame_stack for images")
 
         names = file_names(like)
+        old: list[Path] = []
         if self.scratch_dir is None:
             folder = Path(tempfile.gettempdir())
+            made = True
         else:
             folder = self.scratch_dir
-        made = self.scratch_dir is None or not folder.exists()
-
-        if self.scratch_dir is None:
-            old = []
-        else:
+            made = not folder.exists()
             old = self._refuse_old(_files(folder, names.values()))
+
         # Old files are removed first and free their space: st_blocks counts 512-byte blocks in use.
-        check_disk(self.capacity, size, folder, instead, sum(file.stat().st_blocks * 512 for file in old))
+        freed = sum(file.stat().st_blocks * 512 for file in old)
+        check_disk(self.capacity, size, folder, instead, freed)
+
         if self.scratch_dir is None:
             folder = Path(tempfile.mkdtemp(prefix="flatroll-"))
-
         folder.mkdir(parents=True, exist_ok=True)
+        own_folder = folder if made else None
         files = _files(folder, names.values())
-
         try:
-            for file in files:
-                file.unlink(missing_ok=True)  # other mappings of it stay valid
-            for key, (dtype, shape) in like.items():  # reserve all space before anything is written
-                if key not in self.frame_stack:
-                    reserve(folder / names[key], self.capacity * math.prod(shape) * dtype.itemsize)
-
-            reserve(folder / _COUNTERS, _COUNTER_BYTES)
-            (folder / _LOCK).touch(mode=0o600)
-
-            columns: dict[NestedKey, Column] = {}
-            for key, (dtype, shape) in like.items():
-                path = folder / names[key]
-                stack = self.frame_stack.get(key)
-                if stack is None:
-                    columns[key] = MappedColumn(path, self.capacity, dtype, shape)
-                else:
-                    make = partial(frames_in_file, path, itertools.count(), files)
-                    columns[key] = FrameColumn(self.capacity, stack, shape, dtype, make=make)
-
-            self._counters = np.frombuffer(mapped_bytes(folder / _COUNTERS, _COUNTER_BYTES), np.uint8)
+            columns = self._create_files(like, folder, names, files)
         except BaseException as error:  # also Ctrl-C: leave no file behind
-            if made:
-                made_folder = folder
-            else:
-                made_folder = None
-            remove_files(files, made_folder, os.getpid())
+            remove_files(files, own_folder, os.getpid())
             if isinstance(error, OSError) and error.errno in FULL:
                 available = f"the disk of {folder} is full ({error.strerror})"
                 raise OSError(error.errno, refusal(self.capacity, size, available, instead)) from None
             raise
 
-        self.folder, self._large = folder, self.capacity * size > free_memory(self.device)
+        self._large = self.capacity * size > free_memory(self.device)
+        self.folder = folder
         if self.auto_cleanup:  # `files` is extended later when a pool of frames grows
-            weakref.finalize(self, remove_files, files, folder if made else None, os.getpid())
+            weakref.finalize(self, remove_files, files, own_folder, os.getpid())
+        return columns
+
+    def _create_files(
+        self,
+        like: RowForm,
+        folder: Path,
+        names: Mapping[NestedKey, str],
+        files: list[Path],
+    ) -> dict[NestedKey, Column]:
+        """Create the files, after old ones of the same names are removed, and map the columns and the counters."""
+        for file in files:
+            file.unlink(missing_ok=True)  # other mappings of it stay valid
+
+        for key, (dtype, shape) in like.items():  # reserve all space before anything is written
+            if key not in self.frame_stack:
+                reserve(folder / names[key], self.capacity * math.prod(shape) * dtype.itemsize)
+        reserve(folder / _COUNTERS, _COUNTER_BYTES)
+        (folder / _LOCK).touch(mode=0o600)
+
+        columns: dict[NestedKey, Column] = {}
+        for key, (dtype, shape) in like.items():
+            path = folder / names[key]
+            stack = self.frame_stack.get(key)
+            if stack is None:
+                columns[key] = MappedColumn(path, self.capacity, dtype, shape)
+            else:
+                make = partial(frames_in_file, path, itertools.count(), files)
+                columns[key] = FrameColumn(self.capacity, stack, shape, dtype, make=make)
+
+        self._counters = np.frombuffer(mapped_bytes(folder / _COUNTERS, _COUNTER_BYTES), np.uint8)
         return columns
 
     @override
@@ -247,7 +253,12 @@ class LazyMemmapStorage(ColumnStorage):
     def use_ring(self, ring: Ring, alone: str | None, first: bool = False) -> None:
         if first and self._has_buffer:
             raise ValueError("the storage already belongs to another buffer: make one for each buffer")
-        self._has_buffer, self._unshareable = True, alone or ("a frame_stack" if self.frame_stack else None)
+
+        if alone is None and self.frame_stack:
+            alone = "a frame_stack"
+        self._unshareable = alone
+        self._has_buffer = True
+
         # Move the ring's counters to the file, so that other processes see which rows are stored.
         if self._unshareable is None and self._counters is not None:
             ring.move(self._counters)
@@ -264,6 +275,7 @@ class LazyMemmapStorage(ColumnStorage):
                 "the storage has no files yet, so other processes would make their own: extend the buffer once "
                 "before passing it on, or make it in the process that uses it"
             )
+
         if self._unshareable is not None:
             raise RuntimeError(
                 f"the buffer has {self._unshareable}, which other processes cannot see: pass state_dict(), or "
@@ -286,15 +298,17 @@ class LazyMemmapStorage(ColumnStorage):
             raise TypeError("frame stacks in files cannot be copied: load state_dict() into another buffer")
 
         other = LazyMemmapStorage(self.max_size, ndim=self.ndim, compact_obs=self.compact_obs)
-        other.lanes, other.structure = self.lanes, self.structure
-        other._has_buffer, other._unshareable = self._has_buffer, self._unshareable
+        other.lanes = self.lanes
+        other.structure = self.structure
+        other._has_buffer = self._has_buffer
+        other._unshareable = self._unshareable
 
         if self.columns:
             other.columns = other._allocate(self.tables(0)["like"])
             if self._counters is not None and other._counters is not None:
                 other._counters[:] = self._counters
-            pairs = [(self.columns, other.columns)]
 
+            pairs = [(self.columns, other.columns)]
             if self.pool is not None:
                 other.pool = NextPool(list(self.pool.pairs))
                 other.pool.allocate(other.columns, self.pool.lossy)
@@ -344,7 +358,6 @@ class MappedColumn(TensorColumn):
         self.path = path
         # Only needed for `prefetch`: the tensor itself keeps the mapping alive.
         self._memory: mmap.mmap | None = None
-
         size = rows * math.prod(shape) * dtype.itemsize
         if size:
             self._memory = mapped_bytes(path, size)
@@ -374,7 +387,8 @@ class MappedColumn(TensorColumn):
                 raise OSError(error.errno, f"the disk has no space for {size}", str(self.path)) from None
 
             larger = MappedColumn(self.path, rows, self.dtype, self.shape)
-            self._memory, self.data = larger._memory, larger.data
+            self._memory = larger._memory
+            self.data = larger.data
 
     def prefetch(self, slots: Array) -> None:
         """Ask the system to read the rows in ``slots`` (int64, ascending) from disk, all at once."""
@@ -386,6 +400,7 @@ class MappedColumn(TensorColumn):
         gaps = np.flatnonzero(np.diff(slots) > 1 + mmap.PAGESIZE // size)
         begins = slots[np.concatenate([[0], gaps + 1])] * size // mmap.PAGESIZE * mmap.PAGESIZE
         ends = (slots[np.concatenate([gaps, [len(slots) - 1]])] + 1) * size
+
         for begin, length in zip(begins.tolist(), (ends - begins).tolist(), strict=True):
             self._memory.madvise(mmap.MADV_WILLNEED, begin, length)
 
@@ -405,6 +420,7 @@ def frames_in_file(
     number = next(numbers)
     path = first.with_suffix(f".{number}.frames") if number else first
     files.append(path)  # before it is created, so that a partly written file is removed as well
+
     column = MappedColumn(path, 0, dtype, torch.Size(shape))
     column.grow(frames)
     return column
@@ -444,6 +460,7 @@ class FileLock:
             # Closing alone is not enough if a fork has a copy of the descriptor.
             fcntl.flock(file, fcntl.LOCK_UN)
             os.close(file)
+
         self._thread.release()  # last, because the next thread sets _file
 
 
@@ -459,15 +476,16 @@ def file_names(keys: Iterable[NestedKey]) -> dict[NestedKey, str]:
     for key in keys:
         # "." joins the names of a nested key and "~" numbers equal stems, so names must contain neither.
         parts = [quote(part, safe="").replace(".", "%2E").replace("~", "%7E") for part in as_tuple(key)]
-        stem = name = ".".join(parts)[:180]  # file names are limited to 255 bytes
+        stem = ".".join(parts)[:180]  # file names are limited to 255 bytes
 
+        name = stem
         for number in itertools.count(1):
             if name.casefold() not in taken:  # some file systems ignore case
                 break
             name = f"{stem}~{number}"
+
         taken.add(name.casefold())
         names[key] = f"{name}.memmap"
-
     return names
 
 
@@ -486,7 +504,6 @@ def reserve(path: Path, size: int) -> None:
             except OSError as error:
                 if error.errno not in _CANNOT_RESERVE:
                     raise
-
             os.ftruncate(file, size)
     finally:
         os.close(file)

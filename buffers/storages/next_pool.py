@@ -23,6 +23,7 @@ def check_final_covers(row: Tensor, ends: Tensor, columns: Columns) -> None:
     known = columns.get(NEXT_KNOWN)
     if known is not None:
         needed &= known.reshape(-1)
+
     if bool(needed.any()):
         raise ValueError(
             f"row {int(needed.nonzero()[0])} ends a run, and its next observation is neither in the batch nor in "
@@ -40,31 +41,27 @@ def next_columns(columns: Columns, final: Final, at: Tensor | None = None) -> Co
     result: Columns = {}
     known = columns.get(NEXT_KNOWN)
     assert final.row is not None
-
     for root, value in final.next.items():
         column = columns[root]
         if at is None:
             rows = torch.arange(len(column), device=column.device)
         else:
             rows = at
+
         following = column.index_select(0, (rows + 1).clamp_(max=len(column) - 1))
+
         hidden = rows == len(column) - 1
         if known is not None:
             hidden = hidden | ~known.reshape(-1).index_select(0, rows)
-
         fill = column.index_select(0, rows)
         if column.is_floating_point():
             fill = torch.full_like(following, torch.nan)
         following = torch.where(hidden.view(-1, *[1] * (column.ndim - 1)), fill, following)
 
         # The indices of final's rows within `rows`, which contains them all in ascending order.
-        if at is None:
-            places = final.row
-        else:
-            places = torch.searchsorted(rows, final.row)
+        places = final.row if at is None else torch.searchsorted(rows, final.row)
         put_rows(following, places, value)
         result[root] = following
-
     return result
 
 
@@ -109,19 +106,18 @@ class NextPool:
         cut = torch.zeros(len(first), dtype=torch.bool, device=first.device)
         if final is not None and final.row is not None:
             cut[final.row] = True
+
         for key, next_name in self.next_keys.items():
             later = columns.get(next_name)
             if later is not None and len(cut) > 1:
                 # row i is cut if its next observation is not the observation of row i + 1
                 cut[:-1].logical_or_(differ(later[:-1], columns[key][1:]))
-
         return cut
 
     def tails(self, columns: Columns, final: Final | None, lasts: Array) -> Columns:
         """Next observations of the rows ``lasts`` (int64 ``[F]``), by root key: ``[F, *obs]``."""
         at = torch.from_numpy(lasts).to(columns[self.pairs[0]].device)
         tails: Columns = {} if final is None else next_columns(columns, final, at)
-
         for key, next_name in self.next_keys.items():
             if key not in tails:
                 tails[key] = columns[next_name].index_select(0, at)
@@ -168,11 +164,9 @@ class NextPool:
                     column.grow(len(outer))
                     column.put(slots, heads[key])
                     heads[key] = column.take(slots)
-
                 firsts = np.arange(len(outer))
 
             agree[outer] = self._compare_values(ends, heads, firsts, keys)
-
         return agree
 
     def place(
@@ -186,11 +180,13 @@ class NextPool:
     ) -> tuple[Array, Array]:
         """Store next observations that no row will hold (`Storage.keep_next`); :meth:`compare_heads` gave ``agree``."""
         pool, kept, released = index.keep(before, agree)
+
         # The remaining tails get free entries, which become readable once the rows are published.
         taken = pool[kept]
         size = index.pool_size
         for column in self.entries.values():
             column.grow(size)
+
         if self.plain and all(tails[key].is_cpu and tails[key].is_contiguous() for key in self.pairs):
             from flatroll.kernels.rows.gather import scatter  # numba
 
@@ -201,7 +197,6 @@ class NextPool:
 
         where = torch.from_numpy(taken)
         at = torch.from_numpy(kept)
-
         # Each observation follows the last row of its fragment: columns that share frames look there.
         slots = torch.from_numpy((first + fragments.lasts[kept]) % index.capacity)
         after = After(torch.arange(len(kept)), slots)
@@ -230,9 +225,8 @@ class NextPool:
         for key in self.pairs:
             different = differ(tails[key].to(device), heads[key].index_select(0, at))
             if key in keys:
-                found = unlike
+                unlike |= different
             else:
-                found = wrong
-            found.logical_or_(different)
+                wrong |= different
 
         return np.where(unlike.numpy(force=True), -1, ~wrong.numpy(force=True))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.storages.item_kinds import as_tensor, map_rows
-from flatroll.layout.checks import as_numbers, shown
+from flatroll.layout.checks import as_numbers, as_text
 
 Index: TypeAlias = Tensor | int | tuple[Tensor, ...]  # row positions, or coordinates with one entry each
 
@@ -27,11 +27,7 @@ def time_first(data: object, ndim: int, dim: int) -> tuple[Any, torch.Size]:
 
     def flat(leaf: object) -> Any:
         values = as_tensor(leaf)
-        if isinstance(values, TensorDictBase):
-            dims = values.batch_dims
-        else:
-            dims = values.ndim
-
+        dims = values.batch_dims if isinstance(values, TensorDictBase) else values.ndim
         if dims < ndim:
             raise ValueError(
                 f"the storage has ndim={ndim}: extend it with batches of {ndim} batch dimensions, "
@@ -39,14 +35,15 @@ def time_first(data: object, ndim: int, dim: int) -> tuple[Any, torch.Size]:
             )
 
         sizes.add(values.shape[:ndim])
-        values = values.permute(dim, *(d for d in range(values.ndim) if d != dim))
+        other_dims = [d for d in range(values.ndim) if d != dim]
+        values = values.permute(dim, *other_dims)
         return values.reshape(math.prod(values.shape[:ndim]), *values.shape[ndim:])
 
     data = map_rows(data, flat)
     if len(sizes) != 1:
         raise ValueError(f"all leaves must have the same first {ndim} sizes, got {sorted(map(list, sizes))}")
-    size = sizes.pop()
 
+    size = sizes.pop()
     return data, torch.Size([*size[:dim], *size[dim + 1 :]])
 
 
@@ -68,28 +65,22 @@ def positions(slots: Tensor, lanes: torch.Size) -> Tensor:
     return torch.stack([slots, *places], -1)
 
 
-def slots_of(places: Index, lanes: torch.Size) -> Tensor:
+def find_slots(places: Index, lanes: torch.Size) -> Tensor:
     """Slots of positions, the inverse of `positions`; -1 where a position is negative.
 
     A tuple holds the coordinates apart, one entry per dimension. IndexError if there is no such lane.
 
-    >>> slots_of(torch.tensor([[0, 0], [2, 1]]), torch.Size([2]))
+    >>> find_slots(torch.tensor([[0, 0], [2, 1]]), torch.Size([2]))
     tensor([0, 5])
     """
-    if isinstance(places, tuple):
-        parted = [as_numbers("index", part) for part in places]
-    else:
-        parted = []
-
-    if parted:
-        places = torch.stack(parted, -1)
+    if isinstance(places, tuple) and places:
+        places = torch.stack([as_numbers("index", part) for part in places], -1)
     else:
         places = as_numbers("index", places)
-
     if not lanes or places.ndim == 0 or places.shape[-1] != len(lanes) + 1:
         return places  # already slots
-    slots = places[..., 0]
 
+    slots = places[..., 0]
     for i, size in enumerate(lanes):
         if bool((places[..., i + 1] >= size).any()):
             raise IndexError(
@@ -105,7 +96,8 @@ def slots_at(index: Any, ring: Ring, lanes: torch.Size) -> Tensor:
 
     IndexError if there is no such position, TypeError if ``index`` is not a position.
     """
-    if any(isinstance(part, str) for part in (index if isinstance(index, tuple) else [index])):
+    parts = index if isinstance(index, tuple) else [index]
+    if any(isinstance(part, str) for part in parts):
         raise TypeError(
             f"rows are written by position, got {index!r}: buffer[:] = TensorDict({{{index!r}: ...}}, ...) "
             "writes one entry of all rows"
@@ -113,7 +105,6 @@ def slots_at(index: Any, ring: Ring, lanes: torch.Size) -> Tensor:
 
     used = ring.used
     width = lanes.numel()
-
     # Compute integers and slices; apply masks and rarer kinds of indices to a list of all slots.
     if isinstance(index, slice):
         chosen = range(used // width)[index]
@@ -125,6 +116,7 @@ def slots_at(index: Any, ring: Ring, lanes: torch.Size) -> Tensor:
     places = index
     if type(index) is int or (isinstance(index, list) and all(type(part) is int for part in index)):
         places = torch.tensor(index, dtype=torch.int64)
+
     if isinstance(places, Tensor) and places.dtype in (torch.int64, torch.int32) and not lanes:
         places = places.to("cpu", torch.int64)
         if bool(((places >= -used) & (places < used)).all()):
@@ -132,17 +124,7 @@ def slots_at(index: Any, ring: Ring, lanes: torch.Size) -> Tensor:
 
     slots = torch.arange(used).view(-1, *lanes)
     if isinstance(index, tuple):
-        dims = len(lanes) + 1
-        for place, part in enumerate(index):
-            # After "...", parts are counted from the end.
-            if ... not in index[:place]:
-                at = place
-            else:
-                at = dims + place - len(index)
-
-            if isinstance(part, slice) and 0 < at < dims and not range(lanes[at - 1])[part]:
-                raise IndexError(f"index {index!r} selects no lane: dimension {at} has {lanes[at - 1]} lanes")
-
+        _refuse_missing_lanes(index, lanes)
     try:
         return slots[index]
     except IndexError:
@@ -151,8 +133,21 @@ def slots_at(index: Any, ring: Ring, lanes: torch.Size) -> Tensor:
         raise IndexError(f"index {index!r} is out of range: {len(ring)} rows are stored") from None
     except (TypeError, RuntimeError, ValueError) as error:
         raise TypeError(
-            f"index must be an integer, a slice, a mask or integers, got {shown(index)}"
+            f"index must be an integer, a slice, a mask or integers, got {as_text(index)}"
         ) from error
+
+
+def _refuse_missing_lanes(index: tuple[Any, ...], lanes: torch.Size) -> None:
+    """Raise IndexError if a slice in ``index`` selects none of the lanes of its dimension."""
+    dims = len(lanes) + 1
+    for place, part in enumerate(index):
+        if ... not in index[:place]:
+            at = place
+        else:  # after "...", parts are counted from the end
+            at = dims + place - len(index)
+
+        if isinstance(part, slice) and 0 < at < dims and not range(lanes[at - 1])[part]:
+            raise IndexError(f"index {index!r} selects no lane: dimension {at} has {lanes[at - 1]} lanes")
 
 
 def in_shape(data: Any, slots: Tensor, rows: int, lanes: torch.Size) -> Any:
@@ -163,11 +158,7 @@ def in_shape(data: Any, slots: Tensor, rows: int, lanes: torch.Size) -> Any:
     if slots.ndim == 0:
         return map_rows(data, lambda leaf: leaf[0])
 
-    if rows == slots.numel():
-        shape = slots.shape
-    else:
-        shape = torch.Size([-1, *lanes])
-
+    shape = slots.shape if rows == slots.numel() else torch.Size([-1, *lanes])
     if len(shape) == 1:
         return data
     return map_rows(data, lambda leaf: leaf.unflatten(0, shape))

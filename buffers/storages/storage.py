@@ -19,7 +19,7 @@ from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.buffers.storages.item_kinds import Structure, leaves, one_row
 from flatroll.buffers.storages.positions import in_shape, slots_at, time_first
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import check_whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import NestedKey
 from flatroll.layout.tensordict_seam import nest
@@ -145,12 +145,14 @@ class Storage(Facts, ABC):
     _warned_left_out = False
 
     def __init__(self, max_size: int, checkpointer: object = None, compilable: bool = False) -> None:
-        self.max_size = self._asked = whole_number("max_size", max_size)
+        self.max_size = check_whole_number("max_size", max_size)
+        self._asked = self.max_size
         self.checkpointer = checkpointer
         self.columns: dict[NestedKey, Column] = {}
+        self.not_compared: set[NestedKey] = set()
+
         self._attached: list[weakref.ref[Any]] = []
         self._alone: Ring | None = None  # counts the rows if no buffer does
-        self.not_compared: set[NestedKey] = set()
 
     def _facts(self) -> dict[str, str]:
         """What `repr` shows: the room it has, and the options that are switched on."""
@@ -197,11 +199,8 @@ class Storage(Facts, ABC):
                     "the storage's buffer, which knew the order of its rows, was deleted: keep a reference to it"
                 )
 
-            if self._alone is None:
-                ring = Ring(1)
-            else:
-                ring = self._alone
-            slots = slots_at(index, ring, self.lanes)
+            counter = Ring(1) if self._alone is None else self._alone
+            slots = slots_at(index, counter, self.lanes)
             rows = slots.reshape(-1)
             values = self.read_rows(rows)
         else:
@@ -216,7 +215,6 @@ class Storage(Facts, ABC):
             with owner.lock:
                 ring = owner.ring
                 draw = draw_again(ring)
-
             draw, values = owner.read_drawn(
                 ring, draw, draw_again, lambda _, draw: self.read_rows(draw.slots, draw.follow)
             )
@@ -226,6 +224,7 @@ class Storage(Facts, ABC):
             if slots.ndim:
                 return values
             return values[0]
+
         return in_shape(self.build(values, rows.shape), slots, len(rows), self.lanes)
 
     def set(self, index: object, data: object) -> None:
@@ -242,14 +241,18 @@ class Storage(Facts, ABC):
             RuntimeError: new rows for a storage with ``ndim`` > 1 or ``compact_obs``, which a buffer must write.
         """
         owner = self._owner
-        index, data = (list(given) if isinstance(given, range) else given for given in (index, data))
+        if isinstance(index, range):
+            index = list(index)
+        if isinstance(data, range):
+            data = list(data)
+
         if owner is not None:
             owner.overwrite(index, data)
         else:
             self._set_alone(index, data)
 
-        for entity in (reference() for reference in self._attached):
-            mark = getattr(entity, "mark_update", None)
+        for reference in self._attached:
+            mark = getattr(reference(), "mark_update", None)
             if mark is not None:
                 mark(index)
 
@@ -265,14 +268,12 @@ class Storage(Facts, ABC):
             slots = torch.arange(self.max_size)[index]
         else:
             slots = torch.as_tensor(index)
-
         if slots.dtype is torch.bool:
             slots = slots.nonzero().squeeze(1)
-        if slots.ndim:
-            batch = data
-        else:
-            batch = self.batch_of_one(data)
-        rows = self.prepare(batch, None, None)
+        if not slots.ndim:
+            data = self.batch_of_one(data)
+
+        rows = self.prepare(data, None, None)
         slots = slots.reshape(-1)
         if len(slots) != rows.count:
             raise ValueError(f"index has {len(slots)} positions, data {rows.count} rows")
@@ -293,6 +294,7 @@ class Storage(Facts, ABC):
         """Return a batch of one item, for :meth:`prepare`."""
         if not isinstance(item, TensorDict):
             return one_row(item)
+
         rows = {key: leaf.unsqueeze(0) for key, leaf in leaves(item).items()}
         return nest(rows, 1, *item.batch_size, device=item.device)  # takes a third of the time of one_row
 
@@ -348,6 +350,7 @@ class Storage(Facts, ABC):
             raise ValueError(f"max_size={self._asked} is too small for one step of {list(lanes)} lanes")
 
         if not started:
+            # together: the capacity follows from both, and an interrupt must not come between
             self.lanes, self.max_size = lanes, self.room(lanes)
         return data
 
@@ -522,9 +525,9 @@ class Storage(Facts, ABC):
         """Restore the rows from a checked :meth:`state_dict`."""
 
 
-def other_capacity(rows: int, room: int) -> ValueError:
+def other_capacity_error(rows: int, room: int) -> ValueError:
     """Return the error for a state with room for ``rows`` rows given to a storage with ``room``."""
     return ValueError(
-        f"the state has room for {rows} rows, this storage for {room}: make it with max_size={rows}; to go on with "
+        f"the state has room for {rows} rows, this storage for {room}: make it with max_size={rows}; to continue with "
         "another size, load it into such a buffer and extend this one with other.oldest_first()"
     )

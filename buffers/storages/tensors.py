@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from flatroll.buffers.columns.column import Column, TensorColumn
+from flatroll.buffers.columns.column import Column, RowForm, TensorColumn
 from flatroll.buffers.columns.frame_stack import FrameColumn, check_stack
 from flatroll.buffers.columns.sparse import SparseColumn
 from flatroll.buffers.columns.zstd import ZstdColumn
@@ -21,7 +21,7 @@ from flatroll.buffers.storages.free_space import check_memory
 from flatroll.buffers.storages.item_kinds import Structure, as_tensor, map_rows
 from flatroll.buffers.storages.storage import Rows
 from flatroll.kernels.rows.host_memory import host_memory
-from flatroll.layout.checks import key_names, one_of, whole_number
+from flatroll.layout.checks import check_choice, check_key_names, check_whole_number
 from flatroll.layout.keys import NestedKey, as_tuple, next_key, plain_key
 
 CODECS = ("zstd",)
@@ -48,38 +48,36 @@ class Encodings:
                     f"{name} must be a dict by entry, e.g. {name}={{'observation': {example!r}}}, got {value!r}"
                 )
 
-        stacks = {
-            plain_key(key): frames for key, frames in ({} if frame_stack is None else frame_stack).items()
-        }
-        codecs = {plain_key(key): name for key, name in ({} if codec is None else codec).items()}
+        stacks = {plain_key(key): frames for key, frames in (frame_stack or {}).items()}
+        codecs = {plain_key(key): name for key, name in (codec or {}).items()}
         for key, frames in stacks.items():
-            whole_number(f"frame_stack of {key!r}", frames)
+            check_whole_number(f"frame_stack of {key!r}", frames)
         for key, name in codecs.items():
-            one_of(f"codec of {key!r}", name, CODECS)
+            check_choice(f"codec of {key!r}", name, CODECS)
         if codecs:
             ZstdColumn(0, (1,), torch.uint8)  # raise the ImportError now, not at the first extend
 
         # A stack of one frame is an entry like others: pipelines have the number as a setting.
         self._single_frames = [key for key, frames in stacks.items() if frames == 1]
         stacks = {key: frames for key, frames in stacks.items() if frames > 1}
-
         # A storage that is not compact has separate columns for next observations, in the same form.
         self.frame_stack = stacks | {next_key(key): frames for key, frames in stacks.items()}
         self.codec = codecs | {next_key(key): name for key, name in codecs.items()}
-        self.sparse = set(map(plain_key, key_names("sparse", sparse)))
-        if both := self.sparse & {*self.frame_stack, *self.codec}:
+
+        self.sparse = set(map(plain_key, check_key_names("sparse", sparse)))
+        both = self.sparse & {*self.frame_stack, *self.codec}
+        if both:
             raise ValueError(
                 f"sparse names {sorted(both, key=repr)}, which frame_stack or codec name as well"
             )
 
-    def row_bytes(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> int:
+    def row_bytes(self, like: RowForm) -> int:
         """Estimate the bytes of one row from dtypes and shapes ``like``; compressed entries count as 0.
 
         ValueError if an option names an entry that is not in ``like``, or one that is no stack.
         """
         present = sorted(like, key=repr)
         stacks = [*self.frame_stack, *self._single_frames]
-
         for option, asked in (("frame_stack", stacks), ("codec", [*self.codec])):
             for key in asked:
                 if as_tuple(key)[0] != "next" and key not in like:
@@ -92,12 +90,13 @@ class Encodings:
                 check_stack(self.frame_stack[key], shape, key)
                 # One frame, plus 4 bytes for each frame number of the stack.
                 size = size // self.frame_stack[key] + 4 * self.frame_stack[key]
-
             if key in self.sparse:
                 size = 4
-            total += 0 if key in self.codec else size
+            if key not in self.codec:
+                total += size
 
-        if absent := self.sparse - set(like):
+        absent = self.sparse - set(like)
+        if absent:
             raise ValueError(f"sparse names {sorted(absent, key=repr)}, not in the batch: it has {present}")
         return total
 
@@ -108,10 +107,9 @@ class Encodings:
         if key in self.sparse:
             return SparseColumn(rows, shape, dtype, device)
         if key in self.frame_stack:
+            make = None
             if key in self.codec:
                 make = partial(ZstdColumn, device=device)
-            else:
-                make = None
             return FrameColumn(rows, self.frame_stack[key], shape, dtype, device, make)
 
         if key in self.codec:
@@ -184,11 +182,8 @@ class LazyTensorStorage(ColumnStorage):
         self.shares = bool(self.frame_stack)
 
     @override
-    def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
-        if self.device.type == "cpu":
-            other = "LazyMemmapStorage"
-        else:
-            other = "device='cpu'"
+    def _allocate(self, like: RowForm) -> dict[NestedKey, Column]:
+        other = "LazyMemmapStorage" if self.device.type == "cpu" else "device='cpu'"
         instead = [other]
         if not self.compact_obs and any(next_key(key) in like for key in like):
             instead.append("compact_obs=True")
@@ -241,16 +236,17 @@ class TensorStorage(ColumnStorage):
         compact_obs: bool = False,
         compilable: bool = False,
     ) -> None:
-        whole_number("ndim", ndim)
+        check_whole_number("ndim", ndim)
         if max_size is not None:
-            whole_number("max_size", max_size)
+            check_whole_number("max_size", max_size)
+
         try:
             columns = Structure.of(storage).columns(storage)
         except (TypeError, ValueError) as error:
             raise type(error)(f"storage must be tensors of one length: {error}") from error
-
         if not columns:
             raise ValueError("storage has no tensors: LazyTensorStorage allocates them from the first batch")
+
         first = next(iter(columns.values()))
         if any(c.ndim < ndim or c.shape[:ndim] != first.shape[:ndim] for c in columns.values()):
             sizes = {key: list(c.shape) for key, c in columns.items()}
@@ -266,23 +262,16 @@ class TensorStorage(ColumnStorage):
             max_size = rows
         if device is None:
             device = first.device
-        super().__init__(
-            max_size,
-            device=device,
-            ndim=ndim,
-            compact_obs=compact_obs,
-        )
-
+        super().__init__(max_size, device=device, ndim=ndim, compact_obs=compact_obs)
         for key, column in columns.items():
             if column.device != first.device or column.device.type != self.device.type:
                 raise ValueError(f"storage's {key!r} is on {column.device}, expected {self.device}")
-
         self.lanes = first.shape[1:ndim]
+
         # The caller's data, cut to whole steps of all lanes; None once a buffer has made columns of it.
         steps = self.capacity // self.lanes.numel()
-        self._given: Any = pytree.tree_map(
-            _copy_shared_rows, map_rows(storage, lambda leaf: as_tensor(leaf)[:steps])
-        )
+        whole_steps = map_rows(storage, lambda leaf: as_tensor(leaf)[:steps])
+        self._given: Any = pytree.tree_map(_copy_shared_rows, whole_steps)
         self._first_columns: dict[NestedKey, Tensor] = {}
 
     @override
@@ -312,10 +301,14 @@ class TensorStorage(ColumnStorage):
         if self._given is None:
             return
 
+        def flat(leaf: Any) -> Any:
+            if self.ndim > 1:
+                return leaf.view(-1, *leaf.shape[self.ndim :])
+            return leaf
+
         self.filling = True
         try:
-            lanes = self.ndim > 1
-            write(map_rows(self._given, lambda t: t.view(-1, *t.shape[self.ndim :]) if lanes else t), None)
+            write(map_rows(self._given, flat), None)
         finally:
             self.filling = False
 
@@ -329,13 +322,13 @@ class TensorStorage(ColumnStorage):
 
         self._first_columns = Structure.of(batch).columns(batch)
         rows = super().prepare(batch, final, keys)
+
         self._first_columns = {}
         self._given = None
-
         return rows
 
     @override
-    def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
+    def _allocate(self, like: RowForm) -> dict[NestedKey, Column]:
         return {key: TensorColumn(self._first_columns[key]) for key in like}
 
 

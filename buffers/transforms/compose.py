@@ -14,11 +14,11 @@ from flatroll.buffers.transforms.transform import (
     apply,
     apply_inverses,
     check_transform,
-    chooser_of,
-    looks_ahead,
+    lookahead,
     read_others,
+    row_chooser,
 )
-from flatroll.layout.checks import expect
+from flatroll.layout.checks import check_type
 
 
 class Compose(Transform):
@@ -51,16 +51,16 @@ class Compose(Transform):
         if members and transforms is not None:
             raise TypeError("pass the transforms one by one or as transforms=[...], not both")
 
-        if transforms is None and len(members) == 1 and isinstance(members[0], list):
-            self._hold(members[0])
-        elif transforms is None:
-            self._hold(members)
-        else:
+        if transforms is not None:
             self._hold(transforms)
+        elif len(members) == 1 and isinstance(members[0], list):
+            self._hold(members[0])
+        else:
+            self._hold(members)
 
     def _hold(self, transforms: Iterable[Any]) -> None:
         """Make ``transforms`` the members."""
-        members = list(expect("transforms", transforms, Iterable, "a list of transforms"))
+        members = list(check_type("transforms", transforms, Iterable, "a list of transforms"))
         for member in members:
             check_transform(member, "each of transforms")
         self._transforms: list[TransformLike] = members
@@ -80,7 +80,7 @@ class Compose(Transform):
     @property
     def look_ahead(self) -> int:
         """Number of consecutive rows the buffer looks up for each sampled row, 0 if no member reads ahead."""
-        return max(map(looks_ahead, self._transforms), default=0)
+        return max(map(lookahead, self._transforms), default=0)
 
     def read(self, columns: Columns, ahead: Tensor, get: Callable[..., Any]) -> Columns:
         """Return a sample's columns as changed by the members that look ahead; see `MultiStepTransform.read`."""
@@ -89,7 +89,7 @@ class Compose(Transform):
     @property
     def chooser(self) -> RowChooser | None:
         """The member that chooses rows of trajectories (a `HindsightTransform`), or None."""
-        return chooser_of(self._transforms)
+        return row_chooser(self._transforms)
 
     def forward(self, td: TensorDictBase, ends: Tensor | None = None) -> TensorDictBase:
         """Apply the members in order; ``ends`` (bool ``[N]``) of a buffer is passed to those that want it.
@@ -98,8 +98,9 @@ class Compose(Transform):
             TypeError: a member returned None.
             ValueError: a member wants ``ends``, and one before it changed the number of rows.
         """
+        get_ends = None if ends is None else lambda: ends
         for transform in self._transforms:
-            td = apply(transform, td, None if ends is None else lambda: ends)
+            td = apply(transform, td, get_ends)
         return td
 
     def inv(self, td: TensorDictBase, /) -> TensorDictBase:
@@ -119,6 +120,7 @@ class Compose(Transform):
         """
         if not -len(self) <= index <= len(self):
             raise ValueError(f"index must be within the {len(self)} members, got {index}")
+
         self._hold([*self._transforms[:index], transform, *self._transforms[index:]])
 
     def pop(self, index: int = -1) -> TransformLike:

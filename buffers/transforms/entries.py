@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from tensordict import TensorDictBase
 
-from flatroll.buffers.transforms.transform import Transform, batch_of
-from flatroll.layout.checks import flags
+from flatroll.buffers.transforms.transform import Transform, check_batch
+from flatroll.layout.checks import check_flags
 from flatroll.layout.keys import DONE, REWARD, TERMINATED, TRUNCATED, NestedKey, plain_key, without_next
 
 
@@ -40,9 +40,8 @@ class RenameTransform(Transform):
         create_copy: bool = False,
     ) -> None:
         super().__init__(in_keys, out_keys, in_keys_inv, out_keys_inv)
-        flags(create_copy=create_copy)
+        check_flags(create_copy=create_copy)
         self.create_copy = create_copy
-
         for suffix, olds, news in (
             ("", self.in_keys, self.out_keys),
             ("_inv", self.in_keys_inv, self.out_keys_inv),
@@ -72,7 +71,7 @@ class RenameTransform(Transform):
         """Return a shallow copy of ``td`` with the ``out_keys_inv`` renamed; errors as for :meth:`forward`."""
         if not self.in_keys_inv:
             return td
-        return self._rename(batch_of(self, td).clone(recurse=False), self.out_keys_inv, self.in_keys_inv)
+        return self._rename(check_batch(self, td).clone(recurse=False), self.out_keys_inv, self.in_keys_inv)
 
     def _rename(
         self, td: TensorDictBase, olds: Sequence[NestedKey], news: Sequence[NestedKey]
@@ -125,15 +124,13 @@ class SelectTransform(Transform):
 
     def forward(self, td: TensorDictBase, /) -> TensorDictBase:
         """Return a tensordict with the named entries of ``td``."""
-        flags: list[NestedKey] = [REWARD] if self.keep_rewards else []
+        flags: list[NestedKey] = []
+        if self.keep_rewards:
+            flags.append(REWARD)
         if self.keep_dones:
-            dones = [DONE, TERMINATED, TRUNCATED]
-        else:
-            dones = []
-        flags += dones
+            flags += [DONE, TERMINATED, TRUNCATED]
         flags += [without_next(key) for key in flags]
-
-        return batch_of(self, td).select(*self.selected_keys, *flags, strict=False)
+        return check_batch(self, td).select(*self.selected_keys, *flags, strict=False)
 
 
 class ExcludeTransform(Transform):
@@ -165,12 +162,12 @@ class ExcludeTransform(Transform):
         """Return ``td`` without the named entries; with ``inverse``, ``td`` itself."""
         if self.inverse:
             return td
-        return batch_of(self, td).exclude(*self.excluded_keys)
+        return check_batch(self, td).exclude(*self.excluded_keys)
 
     def inv(self, td: TensorDictBase, /) -> TensorDictBase:
         """Return ``td`` itself; with ``inverse``, without the named entries."""
         if self.inverse:
-            return batch_of(self, td).exclude(*self.excluded_keys)
+            return check_batch(self, td).exclude(*self.excluded_keys)
         return td
 
 
@@ -181,5 +178,4 @@ def _check_keys(name: str, keys: Sequence[NestedKey]) -> list[NestedKey]:
             isinstance(key, tuple) and key and all(isinstance(part, str) for part in key)
         ):
             raise TypeError(f"{name} must be strings or tuples of strings, passed one by one, got {key!r}")
-
     return [plain_key(key) for key in keys]

@@ -12,9 +12,16 @@ from typing_extensions import override
 
 from flatroll.buffers.columns.column import Columns, put_rows, take_rows
 from flatroll.buffers.index.ring import Array
-from flatroll.buffers.transforms.transform import Get, Transform, batch_of, keys_argument
+from flatroll.buffers.transforms.transform import Get, Transform, check_batch, keys_argument
 from flatroll.layout.boundaries import run_ends, starts_from, steps_into_run
-from flatroll.layout.checks import cpu_generator, flags, function, need_keys, number, one_of
+from flatroll.layout.checks import (
+    check_choice,
+    check_cpu_generator,
+    check_flags,
+    check_function,
+    check_keys,
+    check_number,
+)
 from flatroll.layout.keys import (
     DONE,
     OBSERVATION,
@@ -99,26 +106,28 @@ class HindsightTransform(Transform):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        one_of("goal_selection_strategy", goal_selection_strategy, get_args(Strategy))
-        number("n_sampled_goal", n_sampled_goal, least=0)
-
-        for name, given in (("reward_fn", reward_fn), ("terminated_fn", terminated_fn)):
-            if given is not None or name == "reward_fn":
-                function(name, given, "a function of (achieved_goal, desired_goal, info)")
+        check_choice("goal_selection_strategy", goal_selection_strategy, get_args(Strategy))
+        check_number("n_sampled_goal", n_sampled_goal, least=0)
+        parameters = "a function of (achieved_goal, desired_goal, info)"
+        check_function("reward_fn", reward_fn, parameters)
+        if terminated_fn is not None:
+            check_function("terminated_fn", terminated_fn, parameters)
+        check_flags(as_numpy=as_numpy)
+        check_keys(reward_key=reward_key)
+        check_keys(optional=True, goal_key=goal_key, achieved_goal_key=achieved_goal_key)
 
         self.reward_fn = reward_fn
         self.terminated_fn = terminated_fn
         self.as_numpy = as_numpy
+        self.info_keys = keys_argument("info_keys", info_keys)
+
         self.goal_selection_strategy = goal_selection_strategy
         self.n_sampled_goal = n_sampled_goal
-        flags(as_numpy=as_numpy)
-        need_keys(reward_key=reward_key)
-        need_keys(optional=True, goal_key=goal_key, achieved_goal_key=achieved_goal_key)
-        self.info_keys = keys_argument("info_keys", info_keys)
+
         self.goal_key = goal_key
         self.achieved_goal_key = achieved_goal_key
         self.reward_key = under_next(reward_key)
-        self.generator = cpu_generator(generator)
+        self.generator = check_cpu_generator(generator)
 
     def __repr__(self) -> str:
         return (
@@ -151,13 +160,13 @@ class HindsightTransform(Transform):
         which = np.flatnonzero(uniform[0] < self.her_ratio)
         at = at[which]
         count = count[which]
-        lowest = {"future": at, "final": count - 1, "episode": np.zeros_like(at)}[
-            self.goal_selection_strategy
-        ]
-        choices = count - lowest
 
+        lowest_by = {"future": at, "final": count - 1, "episode": np.zeros_like(at)}
+        lowest = lowest_by[self.goal_selection_strategy]
+        choices = count - lowest
         # uniform * choices may round up to choices
-        return which, lowest + np.minimum((uniform[1, which] * choices).astype(np.int64), choices - 1)
+        offsets = np.minimum((uniform[1, which] * choices).astype(np.int64), choices - 1)
+        return which, lowest + offsets
 
     def relabel(self, columns: Columns, chosen: Tensor, read: Get, get: Get) -> tuple[Columns, Get]:
         """Return the columns of N rows with new goals, and ``get`` with these goals; a buffer calls it on a sample.
@@ -177,9 +186,8 @@ class HindsightTransform(Transform):
         device = columns[self.reward_key].device
         rows = chosen[0].to(device)
         count = len(columns[self.reward_key])
-        columns[RELABELLED] = torch.zeros((count, 1), dtype=torch.bool, device=device).index_fill_(
-            0, rows, True
-        )
+        relabelled = torch.zeros((count, 1), dtype=torch.bool, device=device)
+        columns[RELABELLED] = relabelled.index_fill_(0, rows, True)
         if not len(rows):
             return columns, get
 
@@ -200,7 +208,6 @@ class HindsightTransform(Transform):
 
             present = {TRUNCATED, *self.info_keys} & columns.keys()
             others = get(positions, list({*keys, *changed, achieved, *present}))
-
             # Row i has rows i * each ... i * each + each - 1 of what was read.
             at = (rows[:, None] * each + torch.arange(each, device=device)).flatten()
             self._set_goals(others, at, goals.repeat_interleave(each, 0), goal_key, achieved)
@@ -220,7 +227,7 @@ class HindsightTransform(Transform):
         Raises:
             ValueError: the buffer does not follow trajectories (`ReplayBufferEnsemble`), or a batch is not flat.
         """
-        if batch_of(self, td).get(RELABELLED, None) is not None:
+        if check_batch(self, td).get(RELABELLED, None) is not None:
             return td
         if ends is not None:
             raise ValueError(
@@ -239,6 +246,7 @@ class HindsightTransform(Transform):
         left = lasts[torch.searchsorted(lasts, rows)] - rows  # number of rows that follow in the run
         which, positions = self.choose(at.numpy(), (at + left + 1).numpy(), self.generator)
         goals = torch.from_numpy(positions - at.numpy()[which] + which)
+
         columns: Columns = {key: column.clone() for key, column in td.items(True, True)}
 
         def get(positions: Tensor, keys: Sequence[NestedKey]) -> Columns:
@@ -252,10 +260,15 @@ class HindsightTransform(Transform):
 
     def _goal_keys(self, columns: Columns) -> tuple[NestedKey, NestedKey]:
         """The entries of the desired goal and of the next achieved goal; KeyError if one is missing, or the reward."""
-        found: list[NestedKey] = []
+        found = []
         for name, given in (("desired_goal", self.goal_key), ("achieved_goal", self.achieved_goal_key)):
             nested: NestedKey = (OBSERVATION, name)
-            found.append(given if given is not None else nested if nested in columns else name)
+            if given is not None:
+                found.append(given)
+            elif nested in columns:
+                found.append(nested)
+            else:
+                found.append(name)
 
         goal = found[0]
         achieved = next_key(found[1])
@@ -268,9 +281,7 @@ class HindsightTransform(Transform):
                         f"{error.args[0]}. Hindsight goals are next observations: store batches with them, or compact "
                         "ones with LazyTensorStorage(..., compact_obs=True)",
                     )
-
                 raise error
-
         return goal, achieved
 
     def _set_goals(
@@ -291,43 +302,39 @@ class HindsightTransform(Transform):
         reached: Any = take_rows(columns[achieved], rows)
         wanted: Any = goals
         info: dict[NestedKey, Any] = {key: take_rows(columns[key], rows) for key in self.info_keys}
-
         if self.as_numpy:
             reached = reached.numpy(force=True)
             wanted = goals.numpy(force=True)
             info = {key: values.numpy(force=True) for key, values in info.items()}
 
         reward = columns[self.reward_key]
-        values = self._check_result("reward_fn", self.reward_fn(reached, wanted, info), reward, len(rows))
+        returned = self.reward_fn(reached, wanted, info)
+        values = self._check_result("reward_fn", returned, reward, len(rows))
         if not torch.can_cast(values.dtype, reward.dtype):
             raise TypeError(
                 f"reward_fn must return a dtype that {self.reward_key!r} ({reward.dtype}) can hold, got {values.dtype}"
             )
-
         put_rows(reward, rows, values.to(reward.dtype))
+
         if self.terminated_fn is None:
             return
 
         for key in (TERMINATED, DONE):
             if key not in columns:
                 raise missing_marker(key, columns)
-
         terminated = columns[TERMINATED]
         done = columns[DONE]
-
         # Without a truncated flag, a row that is done but not terminated was truncated.
-        if TRUNCATED in columns:
-            truncated = columns[TRUNCATED]
-        else:
+        truncated = columns.get(TRUNCATED)
+        if truncated is None:
             truncated = done & ~terminated
 
-        flags = self._check_result(
-            "terminated_fn", self.terminated_fn(reached, wanted, info), terminated, len(rows)
-        )
-        if flags.dtype is not torch.bool:
-            raise TypeError(f"terminated_fn must return bool, got {flags.dtype}")
-        put_rows(terminated, rows, flags)
-        put_rows(done, rows, flags | take_rows(truncated, rows))
+        returned = self.terminated_fn(reached, wanted, info)
+        ended = self._check_result("terminated_fn", returned, terminated, len(rows))
+        if ended.dtype is not torch.bool:
+            raise TypeError(f"terminated_fn must return bool, got {ended.dtype}")
+        put_rows(terminated, rows, ended)
+        put_rows(done, rows, ended | take_rows(truncated, rows))
 
     def _check_result(self, name: str, returned: object, column: Tensor, rows: int) -> Tensor:
         """What a function of the caller returned for ``rows`` rows, in the shape and on the device of ``column``."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from flatroll.buffers.transforms.transform import Transform
-from flatroll.layout.checks import expect, flags, one_of, shown, whole_number
+from flatroll.layout.checks import as_text, check_choice, check_flags, check_type, check_whole_number
 from flatroll.layout.keys import NestedKey
 
 Interpolation = Literal["nearest", "nearest-exact", "bilinear", "bicubic"]
@@ -34,7 +34,7 @@ class _ImageTransform(Transform):
     def _entry(self, td: TensorDictBase, key: NestedKey) -> Any:
         """Return the images; check their shape, so that a batch dimension is not mistaken for one of an image."""
         value = super()._entry(td, key)
-        expect(f"{type(self).__name__}: batch[{key!r}]", value, Tensor, "a tensor")
+        check_type(f"{type(self).__name__}: batch[{key!r}]", value, Tensor, "a tensor")
         if value.ndim - td.batch_dims < 3:
             raise ValueError(
                 f"{type(self).__name__}: batch[{key!r}] must be [*B, ..., {self.axes}], got {list(value.shape)} in a "
@@ -80,21 +80,17 @@ class ToTensorImage(_ImageTransform):
         shape_tolerant: bool = False,
     ) -> None:
         super().__init__(in_keys, out_keys)
-        flags(unsqueeze=unsqueeze, shape_tolerant=shape_tolerant)
+        check_flags(unsqueeze=unsqueeze, shape_tolerant=shape_tolerant)
         if from_int is not None:
-            flags(from_int=from_int)
-        if dtype is not None:
-            expect("dtype", dtype, torch.dtype, "a torch dtype or None")
+            check_flags(from_int=from_int)
+        if dtype is None:
+            dtype = torch.get_default_dtype()
+        check_type("dtype", dtype, torch.dtype, "a torch dtype or None")
 
         self.from_int = from_int
         self.unsqueeze = unsqueeze
         self.shape_tolerant = shape_tolerant
-
-        if dtype is None:
-            self.dtype = torch.get_default_dtype()
-        else:
-            self.dtype = dtype
-
+        self.dtype = dtype
         if from_int is not False and not self.dtype.is_floating_point:  # images are divided by 255
             raise ValueError(f"dtype must be floating unless from_int=False, got {self.dtype}")
 
@@ -104,10 +100,9 @@ class ToTensorImage(_ImageTransform):
         Raises:
             ValueError: the images look like ``[..., 3, H, W]`` already.
         """
-        if self.from_int is None:
+        scale = self.from_int
+        if scale is None:
             scale = not value.is_floating_point()
-        else:
-            scale = self.from_int
 
         if not self.shape_tolerant and value.shape[-3] == 3 and value.shape[-1] > 4:
             raise ValueError(
@@ -161,11 +156,14 @@ class Resize(_ImageTransform):
         super().__init__(in_keys, out_keys)
         if isinstance(w, Sequence):
             if len(w) != 2:
-                raise ValueError(f"w must be one size or a pair of sizes, got {shown(w)}")
+                raise ValueError(f"w must be one size or a pair of sizes, got {as_text(w)}")
             w, h = w
-        self.w = whole_number("w", w)
-        self.h = self.w if h is None else whole_number("h", h)
-        self.interpolation = one_of("interpolation", interpolation, _INTERPOLATIONS)
+
+        self.w = check_whole_number("w", w)
+        if h is None:
+            h = self.w
+        self.h = check_whole_number("h", h)
+        self.interpolation = check_choice("interpolation", interpolation, _INTERPOLATIONS)
 
     def __repr__(self) -> str:
         return f"Resize({self.w}, {self.h}, {self.interpolation!r}, in_keys={self.in_keys}, out_keys={self.out_keys})"
@@ -177,18 +175,18 @@ class Resize(_ImageTransform):
 
         # Integers up to 2 ** 24 are exact in float32; larger ones need float64. float16 has no kernel on some
         # devices.
+        wide = torch.float32
         if value.dtype in (torch.int32, torch.int64, torch.float64):
             wide = torch.float64
-        else:
-            wide = torch.float32
+
         images = value.reshape(-1, *value.shape[-3:]).to(wide)
         smooth = self.interpolation in ("bilinear", "bicubic")
         resized = interpolate(images, (self.w, self.h), mode=self.interpolation, antialias=smooth)
         resized = resized.view(*value.shape[:-2], self.w, self.h)
+
         if value.is_floating_point():
             return resized.to(value.dtype)
         if value.dtype is torch.bool:
             return resized >= 0.5
         limits = torch.iinfo(value.dtype)  # bicubic interpolation may overshoot
-
         return resized.round().clamp(limits.min, limits.max).to(value.dtype)

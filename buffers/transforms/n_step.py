@@ -11,7 +11,7 @@ from flatroll.buffers.columns.column import Columns, take_rows
 from flatroll.buffers.storages.next_pool import check_final_covers, next_columns
 from flatroll.buffers.transforms.transform import Get, Transform
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.checks import key_names, need_keys, number, whole_number
+from flatroll.layout.checks import check_key_names, check_keys, check_number, check_whole_number
 from flatroll.layout.delta import decode_delta
 from flatroll.layout.final import check_final, read_final
 from flatroll.layout.keys import (
@@ -49,22 +49,22 @@ class NStep(Transform):
         mask_key: NestedKey | None = None,
     ) -> None:
         super().__init__()
-        self.gamma = float(number("gamma", gamma, least=0, most=1))
-        self._n_steps = whole_number("n_steps", n_steps)
-        need_keys(optional=True, done_key=done_key, mask_key=mask_key)
+        self.gamma = float(check_number("gamma", gamma, least=0, most=1))
+        self._n_steps = check_whole_number("n_steps", n_steps)
+        check_keys(optional=True, done_key=done_key, mask_key=mask_key)
 
-        rewards = "reward" if reward_keys is None else reward_keys
-        if isinstance(rewards, str):
-            rewards = [rewards]
+        if reward_keys is None:
+            reward_keys = "reward"
+        if not isinstance(reward_keys, str):
+            rewards = check_key_names("reward_keys", reward_keys)
         else:
-            rewards = key_names("reward_keys", rewards)
-
+            rewards = [reward_keys]
         if not rewards:
             raise ValueError("reward_keys must name at least one entry, got an empty list")
         self.reward_keys = [under_next(key) for key in rewards]
+
         if done_key is None:
             done_key = "done"
-
         self.done_key = under_next(done_key)
         self.mask_key = MASK if mask_key is None else mask_key
         self._checked: frozenset[NestedKey] | None = None  # entries found to be complete
@@ -76,7 +76,7 @@ class NStep(Transform):
 
     @n_steps.setter
     def n_steps(self, n_steps: int) -> None:
-        self._n_steps = whole_number("n_steps", n_steps)
+        self._n_steps = check_whole_number("n_steps", n_steps)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(n_steps={self.n_steps}, gamma={self.gamma})"
@@ -98,19 +98,18 @@ class NStep(Transform):
         """
         if STEPS in columns:
             raise ValueError(f"the rows have {STEPS!r}: they are n-step transitions already")
-
         steps, last, rewards = self._sum_rewards(columns, ahead, get)
+
         # Entries under "next" come from the last row of the window. A delta there refers to that row's
         # observation: adding both gives the next observation.
         moved = [key for key in columns if as_tuple(key)[0] == NEXT and key not in rewards]
-
-        deltas: dict[NestedKey, NestedKey] = {}
+        deltas = {}
         for key in moved:
             if as_tuple(key)[:2] == DELTA:
                 deltas[key] = plain_key(as_tuple(key)[2:])
-
         known = [NEXT_KNOWN] if NEXT_KNOWN in columns else []
         reached = get(last, [*moved, *known, *deltas.values()])
+
         changed = {key: column for key, column in columns.items() if key not in deltas}
         for key, root in deltas.items():
             changed[next_key(root)] = decode_delta(reached[root], reached[key])
@@ -118,31 +117,30 @@ class NStep(Transform):
             if key not in deltas:
                 changed[key] = reached[key]
 
+        originals = [*rewards]
         if self.done_key in columns:
-            dones = [self.done_key]
-        else:
-            dones = []
-
-        for key in (*rewards, *dones):
+            originals.append(self.done_key)
+        for key in originals:
             *path, name = as_tuple(key)
             changed[(*path, f"original_{name}")] = columns[key]
-
         changed |= rewards
+
         done = changed.get(self.done_key)
         if done is None:
             nonterminal = torch.ones_like(steps, dtype=torch.bool)
         else:
             nonterminal = ~done.reshape(-1, 1)
-
-        if (mask := columns.get(self.mask_key)) is not None:
+        mask = columns.get(self.mask_key)
+        if mask is not None:
             nonterminal &= mask.reshape(-1, 1)
+
         # gamma ** k in float64, then as float32, or float64 if the rewards are.
         dtype = torch.promote_types(next(iter(rewards.values())).dtype, torch.float32)
         changed[STEPS] = steps
         changed[GAMMA] = (self.gamma ** steps.double()).to(dtype)
         changed[NONTERMINAL] = nonterminal
-        self._check_next(changed, len(steps))
 
+        self._check_next(changed, len(steps))
         return changed
 
     def _sum_rewards(self, columns: Columns, ahead: Tensor, get: Get) -> tuple[Tensor, Tensor, Columns]:
@@ -158,7 +156,8 @@ class NStep(Transform):
 
         # Read all windows at once, [N * n] rows; missing rows are replaced by the first row of the window.
         done_keys = [self.done_key] if self.done_key in columns else []
-        window = get(torch.where(used, ahead, ahead[:, :1]).flatten(), [*self.reward_keys, *done_keys])
+        positions = torch.where(used, ahead, ahead[:, :1]).flatten()
+        window = get(positions, [*self.reward_keys, *done_keys])
         if done_keys:
             done = window[self.done_key]
             if done.dtype is not torch.bool:
@@ -175,10 +174,9 @@ class NStep(Transform):
         sums: Columns = {}
         for key in self.reward_keys:
             values = window[key].reshape(rows, n, *window[key].shape[1:])
+            dtype = torch.float32
             if values.is_floating_point():
                 dtype = values.dtype
-            else:
-                dtype = torch.float32
             weight = (self.gamma ** torch.arange(n, device=device, dtype=torch.float64)).to(dtype)
             shape = (-1, n, *[1] * (values.ndim - 2))
             sums[key] = torch.where(used.view(shape), values * weight.view(shape), 0.0).sum(1)
@@ -194,11 +192,7 @@ class NStep(Transform):
         roots = observation_keys(TensorDict(dict(columns), [rows]))
         lacking = [next_key(key) for key in roots if next_key(key) not in columns]
         if lacking or not roots:
-            if lacking:
-                missing = lacking[0]
-            else:
-                missing = ("next", "<observation>")
-
+            missing = lacking[0] if lacking else ("next", "<observation>")
             raise ValueError(
                 f"n-step transitions need {missing!r} at every row: store "
                 "with compact_obs=True and extend(batch, final=...), or call MultiStep.forward(batch, final=...)"
@@ -223,28 +217,17 @@ class NStep(Transform):
             )
 
         ends = run_ends(td, done_key=self.done_key, mask_key=self.mask_key, **keys)
-        ends = ends if more is None else ends | more.to(ends.device)
+        if more is not None:
+            ends = ends | more.to(ends.device)
         shape = td.batch_size
-
         # Row b of [*B, T] becomes rows b * T ... b * T + T - 1, and its last one ends a run.
         if td.batch_dims > 1:
             td = td.reshape(shape.numel())
             ends = ends.reshape(-1)
-
-        columns: Columns = dict(td.items(True, True))
-
-        for key in td.keys(True, True, is_leaf=is_leaf_nontensor):
-            if key not in columns and as_tuple(key)[0] == NEXT:
-                raise TypeError(f"batch[{key!r}] is not a tensor and cannot be moved: use .exclude")
-
-        rows = len(td)
-        if final is not None:
-            final_rows = read_final(final)
-            check_final_covers(check_final(final_rows, columns, rows), ends, columns)
-            columns |= {next_key(key): column for key, column in next_columns(columns, final_rows).items()}
+        columns = _read_columns(td, final, ends)
 
         # Row i looks at rows i ... i + n - 1, up to the last row of its run.
-        at = torch.arange(rows, device=ends.device)
+        at = torch.arange(len(td), device=ends.device)
         lasts = ends.nonzero().squeeze(1)
         ahead = at[:, None] + torch.arange(self.n_steps, device=ends.device)
         ahead.masked_fill_(ahead > lasts[torch.searchsorted(lasts, at)][:, None], -1)
@@ -256,6 +239,7 @@ class NStep(Transform):
         result = td.clone(recurse=False).exclude(DELTA)
         for key, column in changed.items():
             result.set(key, column)
+
         if len(shape) == 1:
             return result
         return result.reshape(shape)
@@ -274,7 +258,6 @@ class NStep(Transform):
                 name = "final"
             else:
                 name = "the sample"
-
             raise ValueError(
                 f"batch[{self.done_key!r}] has {list(done.shape)} values in a batch {list(td.batch_size)}, but "
                 f"{name!r} does not have one row for each: give each row one done flag, or leave it out with .exclude"
@@ -282,14 +265,32 @@ class NStep(Transform):
 
         wide: Any = td.clone(recurse=False)
         wide.batch_size = shape
-
         # Move time behind the agents, [*B, *A, T], and back again.
         back = [*range(time), len(shape) - 1, *range(time, len(shape) - 1)]
         ahead = [*range(time), *range(time + 1, len(shape)), time]
         wide = self.of_batch(wide.permute(*ahead), None, None, **keys).permute(*back)
-        wide.batch_size = td.batch_size
 
+        wide.batch_size = td.batch_size
         return cast(TensorDictBase, wide)
+
+
+def _read_columns(td: TensorDictBase, final: TensorDictBase | None, ends: Tensor) -> Columns:
+    """Return the columns of the batch ``td`` ``[N]``, with the next observations that only ``final`` holds.
+
+    Raises:
+        TypeError: an entry under ``"next"`` is not a tensor.
+    """
+    columns: Columns = dict(td.items(True, True))
+    for key in td.keys(True, True, is_leaf=is_leaf_nontensor):
+        if key not in columns and as_tuple(key)[0] == NEXT:
+            raise TypeError(f"batch[{key!r}] is not a tensor and cannot be moved: use .exclude")
+
+    if final is not None:
+        final_rows = read_final(final)
+        check_final_covers(check_final(final_rows, columns, len(td)), ends, columns)
+        for key, column in next_columns(columns, final_rows).items():
+            columns[next_key(key)] = column
+    return columns
 
 
 class MultiStep(NStep):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flatroll.buffers.transforms.transform import Transform, keys_argument
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.checks import expect, flags, need_keys
+from flatroll.layout.checks import check_flags, check_keys, check_type
 from flatroll.layout.delta import signed
 from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey, flat_column, next_key, require
 
@@ -18,7 +18,7 @@ class NextStateReconstructor(Transform):
 
     ``next[i] = root[i + 1]`` if row i + 1 of the batch follows row i in its trajectory, else ``fill_value``. It
     does not follow at run ends (`flatroll.layout.run_ends`), at the ends of drawn slices, after rows drawn one by
-    one, and where the step count does not go on. Two slices of one trajectory side by side are kept apart.
+    one, and where the step count does not continue. Two slices of one trajectory side by side are kept apart.
 
     A storage with ``compact_obs=True`` gives the exact next observation at every row and needs none of this.
 
@@ -58,10 +58,11 @@ class NextStateReconstructor(Transform):
         strict: bool = True,
     ) -> None:
         roots = keys_argument("keys", keys)
-        need_keys(optional=True, traj_key=traj_key, done_key=done_key, step_count_key=step_count_key)
-        flags(strict=strict)
-        expect("fill_value", fill_value, (int, float), "a number")
+        check_keys(optional=True, traj_key=traj_key, done_key=done_key, step_count_key=step_count_key)
+        check_flags(strict=strict)
+        check_type("fill_value", fill_value, (int, float), "a number")
         super().__init__(roots, [next_key(key) for key in roots])
+
         self.keys = self.in_keys
         self.traj_key = traj_key
         self.done_key = done_key
@@ -78,7 +79,6 @@ class NextStateReconstructor(Transform):
 
         ends = self._run_ends(td, ends)
         result = td.clone(recurse=False)
-
         for key in self.in_keys:
             column = require(td, key)
             if self.fill_value != self.fill_value and not (column.is_floating_point() or column.is_complex()):
@@ -97,20 +97,17 @@ class NextStateReconstructor(Transform):
         keys = [key for key in (self.traj_key, self.done_key, self.step_count_key) if key is not None]
         present = [key for key in keys if td.get(key, None) is not None]
         if self.strict:
-            checked = keys
-        else:
-            checked = []
-        for key in checked:
-            require(td, key)
+            for key in keys:
+                require(td, key)
+
         if ends is None and not keys and td.get(IS_INIT, None) is None:
             ends = torch.zeros(len(td), dtype=torch.bool, device=td.device)
             ends[-1:] = True
         elif present or ends is None:
             marked = run_ends(td, done_key=self.done_key, traj_key=self.traj_key)
-            if ends is None:
-                ends = marked
-            else:
-                ends = marked | ends.to(marked.device)
+            if ends is not None:
+                marked = marked | ends.to(marked.device)
+            ends = marked
 
         if self.step_count_key is not None and self.step_count_key in present:
             step = flat_column(require(td, self.step_count_key), td, self.step_count_key)

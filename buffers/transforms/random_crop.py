@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flatroll.buffers.columns.column import take_rows
 from flatroll.buffers.transforms.transform import Transform
-from flatroll.layout.checks import cpu_generator, need_keys, whole_number
+from flatroll.layout.checks import check_cpu_generator, check_keys, check_whole_number
 from flatroll.layout.keys import IS_INIT, NestedKey, marker
 
 
@@ -54,12 +54,13 @@ class RandomCropTensorDict(Transform):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        self.sub_seq_len = whole_number("sub_seq_len", sub_seq_len)
-        need_keys(init_key=init_key)
-        need_keys(optional=True, mask_key=mask_key)
-        whole_number("sample_dim", sample_dim, -(2**31), 2**31)
+        self.sub_seq_len = check_whole_number("sub_seq_len", sub_seq_len)
+        check_keys(init_key=init_key)
+        check_keys(optional=True, mask_key=mask_key)
+        check_whole_number("sample_dim", sample_dim, -(2**31), 2**31)
+
         self.sample_dim = sample_dim
-        self.generator = cpu_generator(generator)
+        self.generator = check_cpu_generator(generator)
         self.mask_key = mask_key
         self.init_key = init_key
 
@@ -109,6 +110,7 @@ class RandomCropTensorDict(Transform):
 
         if crop.get(self.init_key, None) is not None:
             marker(crop, self.init_key).select(dim, 0).fill_(True)
+
         return crop
 
     def _possible_starts(self, td: TensorDictBase, dim: int) -> Tensor:
@@ -122,9 +124,9 @@ class RandomCropTensorDict(Transform):
 
         mask = marker(td, self.mask_key).movedim(dim, -1)
         lengths = mask.sum(-1)
-        if bool((mask[..., 1:] & ~mask[..., :-1]).any()):
+        if (mask[..., 1:] & ~mask[..., :-1]).any():
             raise ValueError(f"batch[{self.mask_key!r}] must be True first and then False along time")
-        if bool((lengths < self.sub_seq_len).any()):
+        if (lengths < self.sub_seq_len).any():
             raise ValueError(
                 f"sub_seq_len={self.sub_seq_len} is longer than the shortest trajectory, which has "
                 f"{int(lengths.min())} real steps: leave such trajectories out when you store, or crop less"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from flatroll.buffers.columns.column import Columns
 from flatroll.buffers.index.ring import Array
-from flatroll.layout.checks import key_names
+from flatroll.layout.checks import check_key_names
 from flatroll.layout.keys import NestedKey, missing_marker, plain_key, without_next
 
 
@@ -74,7 +74,7 @@ def keys_argument(name: str, keys: NestedKey | Sequence[NestedKey] | None) -> li
             f"{name}={keys!r} may mean one nested key or {len(keys)} keys: write [{keys!r}] for the nested key, "
             f"{list(keys)!r} for the {len(keys)} keys"
         )
-    return [plain_key(key) for key in key_names(name, keys)]
+    return [plain_key(key) for key in check_key_names(name, keys)]
 
 
 class Transform(nn.Module):
@@ -172,7 +172,7 @@ class Transform(nn.Module):
 
     def _entry(self, td: TensorDictBase, key: NestedKey) -> Any:
         """The entry ``key`` of ``td``: a tensor, a nested tensordict or what is not a tensor; KeyError if missing."""
-        value = batch_of(self, td).get(key, None)
+        value = check_batch(self, td).get(key, None)
         if value is None:
             raise KeyError(f"{type(self).__name__}: {missing_marker(key, td.keys(True, True)).args[0]}")
         return value
@@ -185,14 +185,14 @@ class Transform(nn.Module):
             td.set(key, value)
 
 
-def batch_of(transform: object, td: object) -> TensorDictBase:
+def check_batch(transform: object, td: object) -> TensorDictBase:
     """Return ``td`` if it is a tensordict; else raise a TypeError that names the transform."""
     if not isinstance(td, TensorDictBase):
-        raise TypeError(f"{name_of(transform)} needs tensordicts, got {type(td).__name__}")
+        raise TypeError(f"{transform_name(transform)} needs tensordicts, got {type(td).__name__}")
     return td
 
 
-def name_of(transform: object) -> str:
+def transform_name(transform: object) -> str:
     """The name of a function, or of an object's class."""
     return str(getattr(transform, "__name__", type(transform).__name__))
 
@@ -213,7 +213,7 @@ def apply(transform: TransformLike, td: TensorDictBase, ends: Callable[[], Tenso
         marks = ends()
         if isinstance(td, TensorDictBase) and td.batch_size[: marks.ndim] != marks.shape:
             raise ValueError(
-                f"{name_of(transform)} must know which rows are consecutive, and a transform before it changed "
+                f"{transform_name(transform)} must know which rows are consecutive, and a transform before it changed "
                 f"the sample's rows from {list(marks.shape)} to {list(td.batch_size)}: put that one after it"
             )
         changed = forward(td, marks)
@@ -242,57 +242,61 @@ def apply_inverses(
         if inverse is not None:
             result = _check_returned(transform, inverse(result))
 
-    if (
-        final is not None
-        and isinstance(result, TensorDictBase)
-        and isinstance(data, TensorDictBase)
-        and result is not data
-    ):
-        if result.batch_size != data.batch_size:
+    if final is None or result is data:
+        return result
+    if not isinstance(result, TensorDictBase) or not isinstance(data, TensorDictBase):
+        return result
+
+    if result.batch_size != data.batch_size:
+        raise ValueError(
+            f"final refers to the rows of the batch, {list(data.batch_size)}, and the transforms' inv changed "
+            "them to "
+            f"{list(result.batch_size)}: leave final out, or change the rows before both are made"
+        )
+    for key in final.keys(True, True):
+        root = without_next(key)  # inv is not applied to final's next observations
+        if root != key and result.get(root, None) is not data.get(root, None):
             raise ValueError(
-                f"final refers to the rows of the batch, {list(data.batch_size)}, and the transforms' inv changed "
-                "them to "
-                f"{list(result.batch_size)}: leave final out, or change the rows before both are made"
+                f"the transforms' inv changes {root!r} and leaves final[{key!r}] as it is: store full batches "
+                "without final, or change both before extend"
             )
-
-        for key in final.keys(True, True):
-            root = without_next(key)  # inv is not applied to final's next observations
-            if root != key and result.get(root, None) is not data.get(root, None):
-                raise ValueError(
-                    f"the transforms' inv changes {root!r} and leaves final[{key!r}] as it is: store full batches "
-                    "without final, or change both before extend"
-                )
-
     return result
 
 
 def _check_returned(transform: object, result: object) -> Any:
     """Return ``result``; TypeError if it is None."""
     if result is None:
-        raise TypeError(f"{name_of(transform)} returned None: a transform must return the batch")
+        raise TypeError(f"{transform_name(transform)} returned None: a transform must return the batch")
     return result
 
 
-def looks_ahead(transform: TransformLike) -> int:
+def lookahead(transform: TransformLike) -> int:
     """Return how many rows, each row itself included, the transform reads per row: ``look_ahead``, or 0."""
     return int(getattr(transform, "look_ahead", 0))
 
 
-def chooser_of(transforms: Iterable[object]) -> RowChooser | None:
+def row_chooser(transforms: Iterable[object]) -> RowChooser | None:
     """Return the transform that chooses rows of trajectories, which may be in a `Compose`; None without one.
 
     Raises:
         ValueError: there are two.
     """
-    choosers = [found for each in transforms if (found := getattr(each, "chooser", None)) is not None]
+    choosers = []
+    for transform in transforms:
+        chooser: RowChooser | None = getattr(transform, "chooser", None)
+        if chooser is not None:
+            choosers.append(chooser)
+
     if len(choosers) > 1:
-        raise ValueError(f"there are two {name_of(choosers[0])}, but a sample can use only one")
-    return choosers[0] if choosers else None
+        raise ValueError(f"there are two {transform_name(choosers[0])}, but a sample can use only one")
+    if choosers:
+        return choosers[0]
+    return None
 
 
-def reads_others(transform: TransformLike) -> bool:
+def needs_trajectory(transform: TransformLike) -> bool:
     """Return whether the transform reads other rows of the trajectories of sampled rows."""
-    return looks_ahead(transform) > 0 or chooser_of([transform]) is not None
+    return lookahead(transform) > 0 or row_chooser([transform]) is not None
 
 
 def changes_stored(transform: TransformLike) -> bool:
@@ -322,11 +326,15 @@ def read_others(
         get: reads rows by position.
         read: reads chosen rows, default ``get``.
     """
-    if chosen is not None and (chooser := chooser_of(transforms)) is not None:
-        columns, get = chooser.relabel(columns, chosen, read or get, get)
+    if chosen is not None:
+        chooser = row_chooser(transforms)
+        if chooser is not None:
+            columns, get = chooser.relabel(columns, chosen, read or get, get)
+
     if ahead is not None:
         for transform in transforms:
-            if steps := looks_ahead(transform):
+            steps = lookahead(transform)
+            if steps:
                 reader: Any = transform
                 columns = reader.read(columns, ahead[:, :steps], get)
 
@@ -336,7 +344,7 @@ def read_others(
 def check_row_count(transforms: Iterable[object], data: object, rows: int) -> None:
     """Raise ValueError if ``data`` is a tensordict that no longer has the ``rows`` rows that transforms were given."""
     if isinstance(data, TensorDictBase) and data.batch_size[:1] != (rows,):
-        names = ", ".join(map(name_of, transforms))
+        names = ", ".join(map(transform_name, transforms))
         raise ValueError(
             f"transforms ({names}) turned {rows} rows into {list(data.batch_size)}, which cannot be put back "
             "into the shape of the index: index with a slice, or sample"
@@ -352,9 +360,9 @@ class Inverted(Transform):
 
     def __init__(self, transform: TransformLike) -> None:
         super().__init__()
-        if looks_ahead(transform) or getattr(transform, "wants_ends", False):
+        if lookahead(transform) or getattr(transform, "wants_ends", False):
             raise ValueError(
-                f"{name_of(transform)} follows trajectories of samples and cannot be applied to what is stored: "
+                f"{transform_name(transform)} follows trajectories of samples and cannot be applied to what is stored: "
                 "leave invert=True out, or apply it to the batch before extend"
             )
         self.transform = transform
@@ -376,18 +384,18 @@ def insert_transform(
 ) -> None:
     """Insert a transform before the one at ``index``, the other way round if ``invert``; see `ReplayBuffer`."""
     check_transform(transform)
-    chooser_of([*transforms, transform])
+    row_chooser([*transforms, transform])
     if not -len(transforms) <= index <= len(transforms):
         raise ValueError(f"index must be within the {len(transforms)} transforms, got {index}")
-    member = Inverted(transform) if invert else transform
-    transforms.insert(index, member)
+    if invert:
+        transform = Inverted(transform)
+    transforms.insert(index, transform)
 
 
 def check_transform(transform: object, name: str = "transform") -> None:
     """Raise TypeError unless ``transform``, passed as the argument ``name``, is a function or has ``forward``."""
     if isinstance(transform, type) or not (callable(transform) or hasattr(transform, "forward")):
+        got = type(transform).__name__
         if isinstance(transform, type):
             got = f"the class {transform.__name__}"
-        else:
-            got = type(transform).__name__
         raise TypeError(f"{name} must have forward(td) or be a function of td, got {got}")

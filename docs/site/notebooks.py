@@ -4,10 +4,12 @@ import base64
 import hashlib
 import html
 import re
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import distributions
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any
 
 import jupytext
@@ -24,10 +26,11 @@ def is_notebook(path: Path) -> bool:
 def executed(sources: Sequence[Path], cache: Path) -> dict[Path, Any]:
     """The notebooks with their outputs, two at a time.
 
-    What ran is kept in ``cache`` under a name made of the notebook and the package's code: it runs again when one
-    of them changes.
+    What ran is kept in ``cache`` under a name made of the notebook, the package's code and the installed versions:
+    it runs again when one of them changes. The site and the tests keep theirs in one place, so each runs once.
     """
-    package = hashlib.sha256()
+    package = hashlib.sha256(sys.version.encode())
+    package.update(repr(sorted(f"{one.name} {one.version}" for one in distributions())).encode())
     for path in sorted((ROOT / "src" / "flatroll").glob("*/**/*.py")):
         if "examples" not in path.relative_to(ROOT).parts:
             package.update(path.read_bytes())
@@ -43,8 +46,16 @@ def executed(sources: Sequence[Path], cache: Path) -> dict[Path, Any]:
             place = {"metadata": {"path": folder}}
             quiet = ["--log-level=ERROR"]
             NotebookClient(notebook, timeout=300, resources=place, extra_arguments=quiet).execute()
-        nbformat.write(notebook, kept)
+
+        # Renamed once it is whole: another process may look for it now.
+        with NamedTemporaryFile("w", dir=cache, suffix=".part", delete=False) as file:
+            nbformat.write(notebook, file)
+        Path(file.name).replace(kept)
         return notebook
+
+    # One alone runs in this thread: what nbclient leaves in another, an event loop, is told of when that thread ends.
+    if len(sources) == 1:
+        return {sources[0]: run(sources[0])}
 
     with ThreadPoolExecutor(2) as threads:
         return dict(zip(sources, threads.map(run, sources), strict=True))

@@ -28,11 +28,11 @@ from flatroll.estimators.masked import (
 )
 from flatroll.estimators.reward_scale import RewardScale
 from flatroll.estimators.values.base import ValueEstimator
-from flatroll.estimators.values.estimators import ValueEstimators, name_of
+from flatroll.estimators.values.estimators import ValueEstimators, check_estimator_name
 from flatroll.estimators.values.evaluate import fill_missing
 from flatroll.kernels.scan import readable
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.checks import one_of, whole_number
+from flatroll.layout.checks import check_choice, check_whole_number
 from flatroll.layout.keys import (
     NEXT_KNOWN,
     KeyNames,
@@ -119,8 +119,9 @@ class OffPolicyLoss(LossModule):
     ) -> None:
         super().__init__(reduction=reduction, burn_in=burn_in, diagnostics=diagnostics)
         self.tensor_keys = KeyNames(self.tensor_keys, **{self.value_name: self.value_name})
-        one_of("loss_function", loss_function, DISTANCES)
-        one_of("use_prioritized_weights", use_prioritized_weights, (True, False, "auto"))
+        check_choice("loss_function", loss_function, DISTANCES)
+        check_choice("use_prioritized_weights", use_prioritized_weights, (True, False, "auto"))
+
         self.loss_function: Distance = loss_function
         self.use_prioritized_weights = use_prioritized_weights
         self.make_value_estimator()
@@ -153,7 +154,7 @@ class OffPolicyLoss(LossModule):
             ValueError: another estimator, or a number out of range.
             TypeError: another hyperparameter.
         """
-        kind = name_of(value_type)
+        kind = check_estimator_name(value_type)
         if kind == ValueEstimators.VTrace:
             raise ValueError(
                 "'vtrace' corrects state values by the actor's probabilities of the actions, but "
@@ -161,16 +162,21 @@ class OffPolicyLoss(LossModule):
             )
 
         traced = kind in (ValueEstimators.TDLambda, ValueEstimators.GAE)
-        defaults = {"gamma": 0.99} | ({"lmbda": 0.95} if traced else {})
-        if unknown := sorted(set(hyperparams) - set(defaults)):
+        defaults = {"gamma": 0.99}
+        if traced:
+            defaults["lmbda"] = 0.95
+        unknown = sorted(set(hyperparams) - set(defaults))
+        if unknown:
             raise TypeError(f"{kind} takes {' and '.join(defaults)}, got {', '.join(unknown)}")
 
         numbers = defaults | hyperparams
-        self.gamma, self.reward_scale = unit_interval("gamma", numbers["gamma"]), reward_scale
+        self.gamma = unit_interval("gamma", numbers["gamma"])
+        self.reward_scale = reward_scale
         if traced:
             self.lmbda = unit_interval("lmbda", numbers["lmbda"])
         else:
             self.lmbda = float(kind == ValueEstimators.TD1)  # TD(1) is the full return, TD(0) one step
+
         return self
 
     def transitions(self, batch: TensorDictBase, observed: Iterable[NestedKey]) -> LossInputs:
@@ -185,18 +191,24 @@ class OffPolicyLoss(LossModule):
             observed: keys of the observations whose next ones the loss evaluates.
         """
         inputs = self.inputs_of(batch)
-        unknown = None
         finite = []
+
+        # Rows whose next observation the env hid, or does not follow.
+        unknown = None
         if get_entry(batch, NEXT_KNOWN) is not None:
             unknown = ~marker(batch, NEXT_KNOWN)
-
         for key in observed:
             column = get_entry(inputs.readable, next_key(key))
-            bad = self.ends(inputs) if column is None else rows_with_nan(column, batch.batch_dims)
+            if column is not None:
+                bad = rows_with_nan(column, batch.batch_dims)
+            else:
+                bad = self.ends(inputs)
             if bad is None:
                 finite.append(key)
+            elif unknown is None:
+                unknown = bad
             else:
-                unknown = bad if unknown is None else unknown | bad
+                unknown = unknown | bad
 
         if unknown is None:
             inputs.finite = (*finite,)
@@ -211,9 +223,8 @@ class OffPolicyLoss(LossModule):
                 "observations, or keep them (compact_obs=False)"
             )
 
-        return LossInputs(
-            inputs.batch, inputs.readable, mask_and(inputs.mask, ~unknown), unknown, inputs.real
-        )
+        known = mask_and(inputs.mask, ~unknown)
+        return LossInputs(inputs.batch, inputs.readable, known, unknown, inputs.real)
 
     def terminated(self, inputs: LossInputs) -> Tensor:
         """Return which rows are terminated, so that their next value is 0; bool ``[*B]``."""
@@ -232,10 +243,13 @@ class OffPolicyLoss(LossModule):
         """Return the entries ``keys`` of the batch in a new tensordict ``[*B]``."""
         batch = inputs.readable
         columns = {}
+
         for key in keys:
             column = get_entry(batch, key)
-            # require() says what writes the entry.
-            columns[key] = require(batch, key) if column is None else column
+            if column is None:
+                column = require(batch, key)  # the error says what writes the entry
+            columns[key] = column
+
         return nest(columns, *batch.batch_size)
 
     @staticmethod
@@ -249,9 +263,8 @@ class OffPolicyLoss(LossModule):
         columns = {}
         for key in keys:
             column = get_entry(batch, next_key(key))
-            # require() says what writes the entry
             if column is None:
-                column = require(batch, next_key(key))
+                column = require(batch, next_key(key))  # the error says what writes the entry
             if key not in inputs.finite:
                 column = fill_missing(column, require(batch, key), inputs.unknown)
             columns[key] = column
@@ -283,28 +296,20 @@ class OffPolicyLoss(LossModule):
         for network in cast(Iterable[Any], networks):
             value = call_for(network, batch, key)
             if value is None:
-                if per_action:
-                    what = "a value for each action"
-                else:
-                    what = "the value"
-
+                wanted = "a value for each action" if per_action else "the value"
                 raise KeyError(
                     f"{argument} wrote no entry {key!r}: its out_keys are {list(network.out_keys)}; name the one that "
-                    f"holds {what} with "
-                    f"set_keys({self.value_name}=...)"
+                    f"holds {wanted} with set_keys({self.value_name}=...)"
                 )
-
             if per_action and value.ndim != batch.batch_dims + 1:
                 raise ValueError(
                     f"{argument} must write {key!r} of shape {[*batch.shape]} and one dim of actions, "
                     f"got {tuple(value.shape)}"
                 )
 
-            if per_action:
-                chosen = value
-            else:
-                chosen = flat_column(value, batch, key)
-            values.append(chosen)
+            if not per_action:
+                value = flat_column(value, batch, key)
+            values.append(value)
 
         return values
 
@@ -331,8 +336,11 @@ class OffPolicyLoss(LossModule):
         reward = flat_column(reward, batch, self.key("reward"))
         if self.reward_scale is not None:
             reward = self.reward_scale.scaled(reward)
+
         terminated = self.terminated(inputs)
         steps = get_entry(batch, STEPS)
+
+        # One step, or n: the reward and the discounted next value.
         if self.lmbda == 0.0:
             discount: float | Tensor = self.gamma
             if steps is not None:  # n-step rows: the next observation is several steps ahead
@@ -348,6 +356,7 @@ class OffPolicyLoss(LossModule):
                 returns = torch.add(reward, readable(next_value, discount, terminated), alpha=discount)
             return zero_masked(returns, inputs.real)
 
+        # A return along the run.
         if steps is not None:
             raise ValueError(
                 f"batch[{STEPS!r}] says that its rewards span several rows, which a return along the run would "
@@ -379,10 +388,13 @@ class OffPolicyLoss(LossModule):
         errors = [(value.detach() - target).abs_() for value in values]
         self.write_priority(inputs, reduce(torch.maximum, errors))
         kind = self.loss_function
-        if inputs.mask is None and self.reduction == "mean" and self.weights_of(inputs) is None:
+
+        if inputs.mask is None and self.reduction == "mean" and self.read_weights(inputs) is None:
             # distance and mean of all rows in one pass
             return reduce(torch.add, [DISTANCES[kind](value, target) for value in values])
-        return self.reduce(inputs, reduce(torch.add, [distance(value, target, kind) for value in values]))
+
+        losses = [distance(value, target, kind) for value in values]
+        return self.reduce(inputs, reduce(torch.add, losses))
 
     def reduce_and_write_priority(self, inputs: LossInputs, loss: Tensor, error: Tensor) -> Tensor:
         """Reduce the loss, and write ``"td_error"``, the new priorities, into the batch.
@@ -408,16 +420,15 @@ class OffPolicyLoss(LossModule):
             error = zero_masked(error, ~inputs.unknown)
         set_entry(inputs.batch, self.key("priority"), zero_masked(error, inputs.real))
 
-    def weights_of(self, inputs: LossInputs) -> Tensor | None:
+    def read_weights(self, inputs: LossInputs) -> Tensor | None:
         """Return the importance weights ``[*B]`` of prioritized sampling; None if unused or missing."""
         key = self.key("priority_weight")
+        column = None
         if self.use_prioritized_weights:
             column = get_entry(inputs.batch, key)
-        else:
-            column = None
-
         if column is None and self.use_prioritized_weights is True:
             column = require(inputs.batch, key)  # the error says what writes the entry
+
         if column is None:
             return None
         return flat_column(column, inputs.batch, key)
@@ -429,7 +440,7 @@ class OffPolicyLoss(LossModule):
         With weights ``w`` (importance weights of prioritized sampling), the mean is ``sum(w * loss) / sum(w)``.
         """
         if weights is None:
-            weights = self.weights_of(inputs)
+            weights = self.read_weights(inputs)
         return super().reduce(inputs, loss, weights)
 
 
@@ -455,13 +466,15 @@ def critic_ensemble(
     """
     is_one = isinstance(networks, nn.Module) and not isinstance(networks, nn.ModuleList)
     several = not is_one and isinstance(networks, Iterable) and not isinstance(networks, Tensor)
-    critics: list[Any] = list(cast(Iterable[Any], networks)) if several else [networks]
-    whole_number("number", number)
+    critics: list[Any] = [networks]
+    if several:
+        critics = list(cast(Iterable[Any], networks))
+
+    check_whole_number("number", number)
     if not critics:
         raise ValueError(
             "networks (qvalue_network of a loss) must hold at least one tensordict module, got none"
         )
-
     for network in critics:
         if not isinstance(network, TensorDictModuleBase):
             raise TypeError(
@@ -470,12 +483,8 @@ def critic_ensemble(
                 f"got {type(network).__name__}"
             )
 
-    if is_one:
-        redrawn = number - 1
-    else:
-        redrawn = 0
-
-    for _ in range(redrawn):  # otherwise the copies would stay equal
+    copies = number - 1 if is_one else 0
+    for _ in range(copies):  # the copies need parameters of their own
         copy = copy_network(critics[0])
         for layer in copy.modules():
             reset = getattr(layer, "reset_parameters", None)
@@ -492,11 +501,11 @@ def critic_ensemble(
     return nn.ModuleList(critics)
 
 
-def action_space_of(space: object) -> ActionSpace | None:
+def name_action_space(space: object) -> ActionSpace | None:
     """Return the name of an action space given as a name, spec or space; None: the action's shape decides.
 
     >>> import gymnasium as gym
-    >>> action_space_of("one_hot"), action_space_of(gym.spaces.Discrete(3))
+    >>> name_action_space("one_hot"), name_action_space(gym.spaces.Discrete(3))
     ('one-hot', 'categorical')
     """
     if space is None:
@@ -508,6 +517,7 @@ def action_space_of(space: object) -> ActionSpace | None:
             f"action_space must be 'categorical' or 'one-hot', got {space!r}: pass a name, or a space or spec "
             "of such actions; values of several choices at once are not supported"
         )
+
     return cast(ActionSpace, name)
 
 
@@ -529,20 +539,21 @@ def value_of_action(value: Tensor, action: Tensor, space: ActionSpace | None) ->
             f"the action must be an integer of shape {tuple(value.shape[:-1])}, or one-hot "
             f"{tuple(value.shape)} like the action values, got {tuple(action.shape)}"
         )
+
     if action.is_floating_point() or action.dtype is torch.bool:
         raise TypeError(
             f"actions that are indices of {value.shape[-1]} values must be integers, got {action.dtype}"
         )
 
     index = action.long()
-    index = index if action.ndim == value.ndim else index.unsqueeze(-1)
+    if action.ndim != value.ndim:
+        index = index.unsqueeze(-1)
 
     try:  # on the CPU, gather() checks each index itself
         return value.gather(-1, index).squeeze(-1)  # [*B, A] at [*B, 1] -> [*B, 1] -> [*B]
     except RuntimeError as error:
         if not on_host(index) or bool(((index >= 0) & (index < value.shape[-1])).all()):
             raise
-
         raise ValueError(
             f"an action must be one of the {value.shape[-1]} that value_network evaluates, got actions from "
             f"{int(index.min())} to {int(index.max())}: give the network as many outputs as there are actions"
@@ -553,7 +564,9 @@ def rows_with_nan(column: Tensor, batch_dims: int) -> Tensor | None:
     """Return which rows ``[*B]`` contain a NaN; None if a cheap check on the CPU finds none."""
     if not column.is_floating_point():
         return None
+
     # one pass in the common case: the sum of a column with NaN is NaN
     if on_host(column) and math.isfinite(column.sum().item()):
         return None
+
     return column.isnan().reshape(*column.shape[:batch_dims], -1).any(-1)  # [*B, *F] -> [*B, F] -> [*B]

@@ -102,7 +102,6 @@ class NetworkParameters:
     def __get__(self, loss: "LossModule | None", owner: type | None = None) -> Any:
         if loss is None:
             return self
-
         network = getattr(loss, self.network_name, None)
         if network is None:  # not delayed: the network is its own target
             of = getattr(loss, self.network_name.removeprefix("target_"), None)
@@ -116,9 +115,13 @@ class NetworkParameters:
             return params
 
         shared = set(actor.parameters())
-        return TensorDictParams(
-            params.apply(lambda x: x.data if x in shared else x, filter_empty=False), no_convert=True
-        )
+
+        def detach_shared(parameter: Any) -> Any:
+            if parameter in shared:
+                return parameter.data
+            return parameter
+
+        return TensorDictParams(params.apply(detach_shared, filter_empty=False), no_convert=True)
 
 
 class LossModule(TensorDictModuleBase):
@@ -178,17 +181,19 @@ class LossModule(TensorDictModuleBase):
         self, *, reduction: Reduction | None = "mean", burn_in: int = 0, diagnostics: bool = True
     ) -> None:
         super().__init__()
-        checks.flags(diagnostics=diagnostics)
+        checks.check_flags(diagnostics=diagnostics)
+        if reduction is None:
+            reduction = "mean"
+        checks.check_choice("reduction", reduction, ("mean", "sum", "none"))
+
         self.with_diagnostics = diagnostics
-        reduction = "mean" if reduction is None else reduction
-        checks.one_of("reduction", reduction, ("mean", "sum", "none"))
         self.reduction: Reduction = reduction
-        self.burn_in = checks.whole_number("burn_in", burn_in, 0)
+        self.burn_in = checks.check_whole_number("burn_in", burn_in, 0)
         self._warn_once = WarnOnce()
+
         self.tensor_keys = KeyNames(self.default_keys)
         self.in_keys = []  # a subclass may declare its own keys
         self.out_keys: list[Any] = []
-
         #: Number of out_keys returned by a call by keyword; None for all.
         self.tuple_length: int | None = None
 
@@ -201,7 +206,7 @@ class LossModule(TensorDictModuleBase):
     @in_keys.setter
     def in_keys(self, value: Iterable[Any]) -> None:
         self._in_keys: list[Any] = unravel_key_list(list(value))
-        known = [key for name in self.tensor_keys for key in self.keys_of(name)]
+        known = [key for name in self.tensor_keys for key in self.named_keys(name)]
         read = (*self._in_keys, *known, *self.further_keys())
         self._readable_keys: list[Any] = list(dict.fromkeys(read))
         later = map(under_next, self._in_keys)  # a value estimator may read them
@@ -212,11 +217,10 @@ class LossModule(TensorDictModuleBase):
 
         `UpdateStep.epochs` and compiled updates pass nothing else to the loss, so a subclass that reads more adds it.
         """
-        made_of = [base_sample_key(key) for key in self.keys_of("action")]
+        made_of = [base_sample_key(key) for key in self.named_keys("action")]
+        legal: list[NestedKey] = []
         if "action_mask" in self.tensor_keys:
             legal = [under_next(self.key("action_mask"))]
-        else:
-            legal = []
         return [*legal, *made_of, *self.optional_keys]
 
     @property
@@ -230,7 +234,7 @@ class LossModule(TensorDictModuleBase):
         """Compute the losses: see the class for the two ways to call it."""
         if not is_tensor_collection(tensordict):
             if tensordict is not None and not isinstance(tensordict, Tensor):
-                checks.need_rows(tensordict)
+                checks.check_rows(tensordict)
             columns: Any = () if tensordict is None else (tensordict, *args)
             return self._call_on_columns(*columns, **entries)
 
@@ -275,8 +279,10 @@ class LossModule(TensorDictModuleBase):
             ValueError: the loss does not write one of them.
         """
         keys = unravel_key_list(list(out_keys))
-        if unknown := [key for key in keys if key not in self._out_keys]:
+        unknown = [key for key in keys if key not in self._out_keys]
+        if unknown:
             raise ValueError(f"{type(self).__name__} writes no {unknown}; it writes {self._out_keys}")
+
         self._out_keys_apparent = keys
         return self
 
@@ -308,7 +314,7 @@ class LossModule(TensorDictModuleBase):
         Raises:
             ValueError: there are no rows at all.
         """
-        checks.need_rows(batch)
+        checks.check_rows(batch)
         if batch.batch_size.numel() == 0:  # TensorDict.numel() is at least 1
             raise ValueError(f"{type(self).__name__} needs at least one row, got a batch {list(batch.shape)}")
 
@@ -319,6 +325,7 @@ class LossModule(TensorDictModuleBase):
                 mask = mask_and(mask, marker(batch, key))
 
         real = mask
+
         if self.burn_in:
             # rows from position burn_in of each run on
             warm = steps_into_run(run_starts(batch, **self.boundary_keys)) >= self.burn_in
@@ -330,10 +337,10 @@ class LossModule(TensorDictModuleBase):
                 )
 
         padded = real is not None and get_entry(batch, keys["mask"]) is not None
+        readable = batch
         if padded:
             readable = zero_padding(batch, keys["mask"], self.in_keys)
-        else:
-            readable = batch
+
         return LossInputs(batch, readable, mask, real=real)
 
     @property
@@ -348,7 +355,7 @@ class LossModule(TensorDictModuleBase):
             return under_next(self.tensor_keys[name])
         return self.tensor_keys[name]
 
-    def keys_of(self, name: str) -> list[NestedKey]:
+    def named_keys(self, name: str) -> list[NestedKey]:
         """Return the :meth:`key` in a list, or the list of keys where a loss takes several for a name."""
         key = self.key(name)
         if isinstance(key, list):
@@ -366,10 +373,10 @@ class LossModule(TensorDictModuleBase):
             default = self.default_keys.get(name, name)
             if name in _UNDER_NEXT:
                 default = under_next(default)
-            raise self.missing(inputs, self.key(name), default)
+            raise self.missing_entry_error(inputs, self.key(name), default)
         return value
 
-    def missing(
+    def missing_entry_error(
         self, inputs: LossInputs, key: NestedKey, default: NestedKey | None = None, hint: str = ""
     ) -> KeyError:
         """Return the error for a missing entry: the loss, the entry, what writes it, and which entries there are."""
@@ -405,11 +412,10 @@ class LossModule(TensorDictModuleBase):
 
         if self.reduction == "mean":
             return masked_mean(loss, inputs.mask, weights)
-        if weights is None:
-            weighted = loss
-        else:
-            weighted = loss * weights
-        counted = zero_masked(weighted, inputs.mask)
+
+        if weights is not None:
+            loss = loss * weights
+        counted = zero_masked(loss, inputs.mask)
         if self.reduction == "sum":
             return counted.sum()
         return counted
@@ -440,14 +446,13 @@ class LossModule(TensorDictModuleBase):
             return
 
         is_number = isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
-
         try:
             finite = is_number and math.isfinite(float(value))
         except (RuntimeError, ValueError, OverflowError):  # a tensor of several numbers, or an empty one
             finite = False
-
         if not finite:
             raise ValueError(f"{name} must be a float or a scalar tensor, got {value!r}")
+
         if isinstance(value, Tensor):
             number = value.detach()
         else:
@@ -456,7 +461,7 @@ class LossModule(TensorDictModuleBase):
         if device is None:
             device = next((parameter.device for parameter in self.parameters()), None)
         else:
-            device = checks.torch_device("device", device)
+            device = checks.check_device("device", device)
 
         kind = dtype or torch.get_default_dtype()
         self.register_buffer(name, number.reshape(()).to(device, kind, copy=True))
@@ -481,6 +486,7 @@ class LossModule(TensorDictModuleBase):
     def reset_parameters_recursive(self, parameters: TensorDictBase | None = None) -> TensorDictBase | None:
         """Reinitialise all networks and copy them into their target copies."""
         made: TensorDictBase | None = super().reset_parameters_recursive(parameters)
+
         if parameters is None:
             for network, target in self.delayed_networks().values():
                 target.load_state_dict(network.state_dict())
@@ -489,7 +495,12 @@ class LossModule(TensorDictModuleBase):
     def delayed_networks(self) -> dict[str, tuple[nn.Module, nn.Module]]:
         """Pairs (network, target copy) by name: the attributes ``<name>`` and ``target_<name>``."""
         children = dict(self.named_children())
-        return {name: (children[name], t) for name in children if (t := children.get(f"target_{name}"))}
+        pairs = {}
+        for name, network in children.items():
+            target = children.get(f"target_{name}")
+            if target:
+                pairs[name] = (network, target)
+        return pairs
 
 
 def copy_network(network: N) -> N:
@@ -506,7 +517,7 @@ def target_copy(network: N) -> N:
     >>> target_copy(nn.Linear(2, 1)).weight.requires_grad
     False
     """
-    checks.expect("network", network, nn.Module, "a torch.nn.Module")
+    checks.check_type("network", network, nn.Module, "a torch.nn.Module")
     return copy_network(network).requires_grad_(False)
 
 
@@ -529,7 +540,6 @@ def parameters_and_buffers(network: nn.Module) -> tuple[list[Tensor], list[Tenso
             for tensor in own.values():
                 if tensor is not None:
                     found[id(tensor)] = tensor
-
         left += module._modules.values()
 
     return list(parameters.values()), list(buffers.values())
@@ -552,6 +562,7 @@ def frozen(parameters: Iterable[Tensor]) -> Iterator[None]:
     learning = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in learning:
         parameter.requires_grad_(False)
+
     try:
         yield
     finally:
@@ -585,8 +596,8 @@ class TargetNetUpdater:
     def __init__(self, loss_module: LossModule) -> None:
         if not isinstance(loss_module, LossModule):
             raise TypeError(f"loss_module must be a loss of flatroll, got {type(loss_module).__name__}")
-
         self.loss_module = loss_module
+
         if not loss_module.delayed_networks():
             raise ValueError(
                 f"this {type(loss_module).__name__} has no delayed network: build it with delay_value=True (DQNLoss, "
@@ -607,7 +618,8 @@ class TargetNetUpdater:
     def _move(self, share: float) -> None:
         """Move the copies' parameters by the fraction ``share`` towards the networks'; copy buffers."""
         for source, target in self.loss_module.delayed_networks().values():
-            (learned, read), (followers, copies) = map(parameters_and_buffers, (source, target))
+            learned, read = parameters_and_buffers(source)
+            followers, copies = parameters_and_buffers(target)
             if followers:  # target += share * (network - target), all parameters in one call
                 torch._foreach_lerp_(followers, learned, share)  # pyright: ignore[reportPrivateImportUsage]
             for buffer, copy in zip(read, copies, strict=True):
@@ -658,9 +670,13 @@ class SoftUpdate(TargetNetUpdater):
                 f"pass either eps (the share of the old parameters) or tau (1 - eps), got {eps} and {tau}"
             )
 
-        name, number = ("eps", cast(float, eps)) if tau is None else ("tau", tau)
-        checks.number(name, number, least=0, most=1)
-        self.eps = number if tau is None else 1.0 - number
+        if tau is None:
+            share = cast(float, eps)
+            checks.check_number("eps", share, least=0, most=1)
+            self.eps = share
+        else:
+            checks.check_number("tau", tau, least=0, most=1)
+            self.eps = 1.0 - tau
 
     @override
     def step(self) -> None:
@@ -695,7 +711,7 @@ class HardUpdate(TargetNetUpdater):
 
     def __init__(self, loss_module: LossModule, *, value_network_update_interval: int = 1000) -> None:
         super().__init__(loss_module)
-        self.value_network_update_interval = checks.whole_number(
+        self.value_network_update_interval = checks.check_whole_number(
             "value_network_update_interval", value_network_update_interval
         )
         self.counter = 0

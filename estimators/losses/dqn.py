@@ -13,14 +13,14 @@ from flatroll.estimators.losses.action_values import (
     STEPS,
     ActionSpace,
     OffPolicyLoss,
-    action_space_of,
+    name_action_space,
     value_of_action,
 )
 from flatroll.estimators.losses.base import LossInputs, NetworkParameters, target_copy
 from flatroll.estimators.masked import Distance, Reduction, masked_mean
 from flatroll.estimators.values.evaluate import NetworkInputs, ValueInputs, Values, state_values
 from flatroll.estimators.values.extended_stream import Boundaries
-from flatroll.layout.checks import flags
+from flatroll.layout.checks import check_flags
 from flatroll.layout.keys import ACTION_MASK, OBSERVATION, NestedKey, next_key, require
 from flatroll.layout.tensordict_seam import get_entry, nest
 from flatroll.modules import set_recurrent_mode
@@ -104,11 +104,12 @@ class DQNLoss(OffPolicyLoss):
             diagnostics=diagnostics,
         )
 
-        flags(delay_value=delay_value, double_dqn=double_dqn)
+        check_flags(delay_value=delay_value, double_dqn=double_dqn)
         if double_dqn and not delay_value:
             raise ValueError(
                 "double_dqn=True needs delay_value=True: the delayed copy evaluates the chosen action"
             )
+
         if not isinstance(value_network, nn.Module):
             raise TypeError(
                 "value_network must be a tensordict module or a torch.nn.Module, "
@@ -117,16 +118,13 @@ class DQNLoss(OffPolicyLoss):
 
         if not isinstance(value_network, TensorDictModuleBase):
             value_network = TensorDictModule(value_network, [OBSERVATION], [self.value_name])
-        self.value_network: TensorDictModuleBase = value_network
 
-        if delay_value:
-            self.target_value_network = target_copy(self.value_network)
-        else:
-            self.target_value_network = None
+        self.value_network: TensorDictModuleBase = value_network
+        self.target_value_network = target_copy(self.value_network) if delay_value else None
 
         self.delay_value = delay_value
         self.double_dqn = double_dqn
-        self.action_space: ActionSpace | None = action_space_of(action_space)
+        self.action_space: ActionSpace | None = name_action_space(action_space)
         self.set_keys()
 
     @override
@@ -137,8 +135,11 @@ class DQNLoss(OffPolicyLoss):
         read += [next_key(key) for key in self._network_inputs.observed]
         read += [self.key(name) for name in ("action", "reward", "terminated")]
         self.in_keys = read
-        diagnostics = ("pred_value", "target_value") if self.with_diagnostics else ()
-        self.out_keys = ["loss", *diagnostics]
+
+        written: list[Any] = ["loss"]
+        if self.with_diagnostics:
+            written += ["pred_value", "target_value"]
+        self.out_keys = written
         self.tuple_length = 1
 
     @override
@@ -153,33 +154,35 @@ class DQNLoss(OffPolicyLoss):
         inputs = self.transitions(tensordict, self._network_inputs.observed)
         with set_recurrent_mode(True, burn_in=self.burn_in):
             value, next_value = self._values(inputs)
+
         chosen = value_of_action(value, self.entry(inputs, "action"), self.action_space)
         target = self.target(inputs, next_value)
         losses = {"loss": self.fit(inputs, [chosen], target)}
+
         if self.with_diagnostics:
             losses["pred_value"] = masked_mean(chosen.detach(), inputs.mask)
             losses["target_value"] = masked_mean(target, inputs.mask)
+
         return nest(losses)
 
     def _values(self, inputs: LossInputs) -> tuple[Tensor, Tensor]:
         """Return values ``[*B, A]`` of each row, with gradients, and ``[*B]`` of its next state, without."""
         online = self.value_network
         target = self.target_value_network
+        if target is None:
+            target = online
+
         reads = self._network_inputs
-        target = online if target is None else target
         observed = reads.observed
         if reads.recurrent or any(get_entry(inputs.batch, key) is None for key in reads.next_observed):
             return self._values_of_runs(inputs)
 
         (value,) = self.critic_values([online], self.root_entries(inputs, observed), "value_network")
-
         with torch.no_grad():  # double DQN: the network selects the next action, its copy evaluates it
             after = self.next_entries(inputs, observed)
+            choice = None
             if self.double_dqn:
                 choice = self.critic_values([online], after, "value_network")[0]
-            else:
-                choice = None
-
             (next_value,) = self.critic_values([target], after, "value_network")
             legal = self._legal(inputs)
             return value, next_state_value(masked(next_value, legal), masked(choice, legal))
@@ -195,7 +198,8 @@ class DQNLoss(OffPolicyLoss):
 
         at = Boundaries(self.ends(inputs), self.terminated(inputs), inputs.unknown)
         online = self._over_stream(self.value_network, inputs.readable, at)
-        choice = next_value = online.next_value.detach()  # [*B, A]
+        choice = online.next_value.detach()  # [*B, A]
+        next_value = choice
         if self.target_value_network is not None:
             with torch.no_grad():
                 next_value = self._over_stream(self.target_value_network, inputs.readable, at).next_value
@@ -231,6 +235,7 @@ def masked(value: Tensor | None, legal: Tensor | None) -> Any:
             f"the next action_mask must have shape {tuple(value.shape)}, one number for each action, got "
             f"{tuple(legal.shape)}"
         )
+
     # A final state may have no legal action. Its value is not used.
     return value.where(legal | ~legal.any(-1, keepdim=True), torch.finfo(value.dtype).min)
 

@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from difflib import get_close_matches
 from functools import reduce
 from typing import Any, ClassVar, Self, TypeAlias, TypedDict, Unpack, cast
@@ -16,12 +16,12 @@ from torch.distributions import Distribution
 from typing_extensions import override
 
 from flatroll.estimators.distributions import (
+    compute_divergence,
+    compute_entropy,
+    compute_log_prob,
     distribution_for,
-    divergence_of,
-    entropy_of,
     joint,
     keys_written_by,
-    log_prob_of,
     log_prob_parts,
     part_key,
     require_actor,
@@ -111,13 +111,10 @@ def refuse_unknown(loss: object, unknown: Mapping[str, object]) -> None:
     for name in unknown:
         makers = [cls.__dict__["__init__"] for cls in type(loss).__mro__[:-1] if "__init__" in cls.__dict__]
         own = {x for make in makers for x in inspect.signature(make).parameters}
-
         near = get_close_matches(name, sorted(own - {"self"}), 1)
-        if near:
-            hint = f"{near[0]}="
-        else:
-            hint = None
-        meant = _ELSEWHERE.get(name, hint)
+        meant = _ELSEWHERE.get(name)
+        if meant is None and near:
+            meant = f"{near[0]}="
         hint = f": use {meant}" if meant else ""
         raise TypeError(f"{type(loss).__name__} got an unexpected keyword argument {name!r}{hint}")
 
@@ -141,7 +138,8 @@ def check_networks(
         if by_name is not None and by_short is not None:
             raise TypeError(f"pass {name}= or {short}=, not both: they are two names of one argument")
 
-    actor_network = actor if actor_network is None else actor_network
+    if actor_network is None:
+        actor_network = actor
     if critic_network is None:
         critic_network = critic
     if actor_network is None:
@@ -149,6 +147,7 @@ def check_networks(
 
     require_actor(actor_network)
     require_critic("critic_network", critic_network)
+
     return actor_network, critic_network
 
 
@@ -187,13 +186,16 @@ def clip_limits(clip_epsilon: Coefficient | Sequence[float], single: bool = Fals
         if len(clip_epsilon) != 2:
             raise ValueError(f"clip_epsilon must be a number or a pair of numbers, got {clip_epsilon}")
         numbers = {"clip_epsilon_low": clip_epsilon[0], "clip_epsilon_high": clip_epsilon[1]}
+
     for number in numbers.values():
-        checks.number("clip_epsilon", number)
+        checks.check_number("clip_epsilon", number)
     low, *_, high = 2 * (*numbers.values(),)  # a single number sets both
     if not (0.0 < low < 1.0 and high > 0.0):
         raise ValueError(f"clip_epsilon must be above 0, and below 1 on the lower side, got {clip_epsilon}")
+
     if single and len(numbers) > 1:
         raise ValueError("clip_value=True needs one clip_epsilon, not a pair: give clip_value a number")
+
     return numbers
 
 
@@ -211,6 +213,7 @@ def entropy_coefficients(coefficients: Mapping[NestedKey, float]) -> dict[Nested
 
     if not numbers:
         raise ValueError("entropy_coeff must have a number for each part of the action, got an empty mapping")
+
     return numbers
 
 
@@ -229,6 +232,7 @@ def weighted_entropy(
     tensor([1.5000])
     """
     left = dict(coefficients)
+
     total = None
     for key, entropy in entropies.items():
         *path, last = as_tuple(key)
@@ -238,8 +242,12 @@ def weighted_entropy(
             raise KeyError(
                 f"entropy_coeff has no number for the action's part {key!r}: it has {list(coefficients)}"
             )
+
         term = left.pop(known[0]) * entropy
-        total = term if total is None else total + term
+        if total is None:
+            total = term
+        else:
+            total = total + term
 
     if left or total is None:
         raise KeyError(f"entropy_coeff names {list(left)}, but the action's parts are {list(entropies)}")
@@ -348,27 +356,30 @@ class PolicyGradientLoss(LossModule):
     ) -> None:
         refuse_unknown(self, unknown)
         super().__init__(reduction=reduction, burn_in=burn_in, diagnostics=diagnostics)
-        networks = check_networks(self, actor_network, critic_network, actor, critic)
-        checks.one_of("loss_critic_type", loss_critic_type, DISTANCES)
 
-        checks.flags(
+        networks = check_networks(self, actor_network, critic_network, actor, critic)
+        checks.check_choice("loss_critic_type", loss_critic_type, DISTANCES)
+        checks.check_flags(
             entropy_bonus=entropy_bonus,
             normalize_advantage=normalize_advantage,
             separate_losses=separate_losses,
             functional=functional,
         )
+        checks.check_whole_number("samples_mc_entropy", samples_mc_entropy)
 
-        checks.whole_number("samples_mc_entropy", samples_mc_entropy)
         self.actor_network, self.critic_network = networks
+
+        # Coefficients.
         if isinstance(entropy_coeff, Mapping):
             self.entropy_coeff = entropy_coefficients(entropy_coeff)
         else:
             if entropy_coeff is None:
                 entropy_coeff = 0.01
             self.register_coeff_buffer("entropy_coeff", entropy_coeff, device=device)
-
         self.register_coeff_buffer("critic_coeff", critic_coeff, device=device)
         self.register_coeff_buffer("clip_value", clip_distance(clip_value), device=device)
+
+        # Options.
         self.entropy_bonus = entropy_bonus
         self.samples_mc_entropy = samples_mc_entropy
         self.loss_critic_type: Distance = loss_critic_type
@@ -388,9 +399,12 @@ class PolicyGradientLoss(LossModule):
             written += ["entropy", "loss_entropy"]
         if self.critic_network is not None and self.critic_coeff is not None:
             written += [critic_name, "explained_variance"]
-            written += [] if self.clip_value is None else ["value_clip_fraction"]
+            if self.clip_value is not None:
+                written.append("value_clip_fraction")
+        written += self.diagnostics
+        if not self.with_diagnostics:
+            written = [name for name in written if name.startswith("loss_")]
 
-        written = [x for x in (*written, *self.diagnostics) if self.with_diagnostics or x.startswith("loss_")]
         order = written if self.tuple_order is None else self.tuple_order
         returned = [key for key in order if key in written]
         self.out_keys = [*returned, *(key for key in written if key not in returned)]
@@ -403,30 +417,23 @@ class PolicyGradientLoss(LossModule):
         See :meth:`LossModule.set_keys`. A list names the entries of an action of several parts.
         """
         super().set_keys(**cast(Any, keys))
-        with_critic = self.critic_network is not None and self.critic_coeff is not None
-        if with_critic:
-            if self.clip_value is None:
-                number = 1
-            else:
-                number = 2
-            critic_reads = ("value_target", "value")[:number]
-        else:
-            critic_reads = ()
+        names = list(self.reads)
+        if self.critic_network is not None and self.critic_coeff is not None:
+            names.append("value_target")
+            if self.clip_value is not None:
+                names.append("value")
+        of_loss = [key for name in names for key in self.named_keys(name)]
 
         actor = cast(Any, self.actor_network)
-        critic = self.critic_network
-        written = set(getattr(actor, "out_keys", ()))
+        of_critic: list[Any] = []
+        if self.critic_network is not None:
+            written = set(getattr(actor, "out_keys", ()))
+            of_critic = [key for key in self.critic_network.in_keys if key not in written]
 
-        if critic is None:
-            of_critic = []
-        else:
-            of_critic = [key for key in critic.in_keys if key not in written]
-        of_loss = [key for name in (*self.reads, *critic_reads) for key in self.keys_of(name)]
         read: list[Any] = list(dict.fromkeys((*actor.in_keys, *of_critic, *of_loss)))
-
         if self.value_estimator is not None:
-            names = self.tensor_keys.keys() & self.value_estimator.tensor_keys.keys()
-            self.value_estimator.set_keys(**{name: self.tensor_keys[name] for name in names})
+            shared = self.tensor_keys.keys() & self.value_estimator.tensor_keys.keys()
+            self.value_estimator.set_keys(**{name: self.tensor_keys[name] for name in shared})
             made = set(self.value_estimator.out_keys)
             read = [key for key in read if key not in made]
             read = list(dict.fromkeys((*read, *self.value_estimator.in_keys)))
@@ -437,6 +444,7 @@ class PolicyGradientLoss(LossModule):
     def further_keys(self) -> list[NestedKey]:
         """Return what every loss reads, the log-probabilities of an action's parts, and what the estimator reads."""
         keys = super().further_keys()
+
         actor = getattr(self, "actor_network", None)  # None while the base class is initialised
         if actor is not None:
             with suppress(RuntimeError):  # see keys_written_by
@@ -445,6 +453,7 @@ class PolicyGradientLoss(LossModule):
         estimator = self.__dict__.get("value_estimator")
         if estimator is not None:
             keys += estimator.readable_keys
+
         return keys
 
     def make_value_estimator(self, value_type: Kind | None = ValueEstimators.GAE, **hyperparams: Any) -> Self:
@@ -468,10 +477,10 @@ class PolicyGradientLoss(LossModule):
         target = getattr(self, "target_critic_network", None)  # ReinforceLoss may have one
         critic = self.critic_network if target is None else target
         networks = {"value_network": critic, "actor_network": self.actor_network}
-        kind = ValueEstimators.GAE if value_type is None else value_type
-        self.__dict__["value_estimator"] = make_estimator(kind, networks, hyperparams)
+        if value_type is None:
+            value_type = ValueEstimators.GAE
+        self.__dict__["value_estimator"] = make_estimator(value_type, networks, hyperparams)
         self.set_keys()
-
         return self
 
     def objective(
@@ -509,22 +518,22 @@ class PolicyGradientLoss(LossModule):
         policy_name, critic_name = self.loss_names
         if get_entry(batch, self.key("advantage")) is None:
             hint = ". Or let the loss compute it: loss.make_value_estimator(...)"
-            raise self.missing(inputs, self.key("advantage"), self.default_keys["advantage"], hint)
+            raise self.missing_entry_error(
+                inputs, self.key("advantage"), self.default_keys["advantage"], hint
+            )
 
         advantage = self.column(inputs, "advantage")
         if self.normalize_advantage and advantage.numel() > 1:
             advantage = standardized(advantage, inputs.mask)
+
         with set_recurrent_mode(True, burn_in=self.burn_in):
             # the critic may read the actor's outputs
-            if self.critic_coeff is None:
-                critic = None
-            else:
-                critic = self.critic_network
+            critic = None if self.critic_coeff is None else self.critic_network
             readers = () if critic is None else (critic,)
             dist, after_actor = distribution_for(readers, self.actor_network, inputs.readable)
             parts = components(dist)
-            actions = self.keys_of("action")
 
+            actions = self.named_keys("action")
             log_probs = []
             for key, part in parts.items():
                 if key is None:
@@ -533,9 +542,9 @@ class PolicyGradientLoss(LossModule):
                     key = part_key(key, actions, self.actor_network)
                 action = get_entry(inputs.batch, key)
                 if action is None:
-                    raise self.missing(inputs, key, ACTION)
+                    raise self.missing_entry_error(inputs, key, ACTION)
                 base = get_entry(inputs.batch, base_sample_key(key))
-                log_probs.append(joint(log_prob_of(part, action, base, self._warn_once), inputs.batch))
+                log_probs.append(joint(compute_log_prob(part, action, base, self._warn_once), inputs.batch))
 
             # parts of an action are independent: their log-probabilities and entropies add up
             log_prob = reduce(torch.add, log_probs)
@@ -543,28 +552,26 @@ class PolicyGradientLoss(LossModule):
             losses = {policy_name: self.reduce(inputs, loss)}
 
             if self.entropy_bonus:
-                entropies: dict[Any, Tensor] = {
-                    self.tensor_keys["action"] if key is None else key: joint(
-                        entropy_of(part, self.samples_mc_entropy), inputs.batch
-                    )
-                    for key, part in parts.items()
-                }
-
+                entropies: dict[Any, Tensor] = {}
+                for key, part in parts.items():
+                    place = self.tensor_keys["action"] if key is None else key
+                    entropies[place] = joint(compute_entropy(part, self.samples_mc_entropy), inputs.batch)
                 entropy = reduce(torch.add, entropies.values())
+
                 factor = self.entropy_coeff
                 if isinstance(factor, Tensor):
                     losses["loss_entropy"] = -as_number(factor) * self.reduce(inputs, entropy)
                 else:
                     losses["loss_entropy"] = -self.reduce(inputs, weighted_entropy(entropies, factor))
-
                 if self.with_diagnostics:
                     diagnostics["entropy"] = masked_mean(entropy.detach(), inputs.mask)
 
             if critic is not None:
                 critic_loss, of_critic = self._critic_loss(inputs, critic, after_actor)
                 weight = as_number(cast(Tensor, self.critic_coeff))
-                is_one = isinstance(weight, float) and weight == 1.0  # on a device this would sync
-                losses[critic_name] = critic_loss if is_one else weight * critic_loss
+                if not (isinstance(weight, float) and weight == 1.0):  # on a device this would sync
+                    critic_loss = weight * critic_loss
+                losses[critic_name] = critic_loss
                 diagnostics |= of_critic
 
         if self.with_diagnostics:
@@ -577,12 +584,13 @@ class PolicyGradientLoss(LossModule):
         """Return the reduced critic loss and diagnostics; ``after_actor`` contains the actor's outputs."""
         key = self.tensor_keys["value"]
         target = self.column(inputs, "value_target")
+
+        apart: AbstractContextManager[None]
         if self.separate_losses:
             after_actor = after_actor.detach()
-        apart = (
-            frozen(shared_parameters(critic, self.actor_network)) if self.separate_losses else nullcontext()
-        )
-
+            apart = frozen(shared_parameters(critic, self.actor_network))
+        else:
+            apart = nullcontext()
         with apart:
             # A value already in the batch is not from this critic.
             column = call_for(critic, after_actor, key)
@@ -592,24 +600,24 @@ class PolicyGradientLoss(LossModule):
                 f"critic_network wrote no entry {key!r}: its out_keys are {list(critic.out_keys)}; name the one that "
                 "holds the value with set_keys(value=...)"
             )
-
         value = flat_column(column, inputs.batch, key)
+
         diagnostics = {}
         most = self.clip_value
-
         if self.with_diagnostics:
             # 1 - Var(target - value) / Var(target): 1 for a perfect critic, 0 for a constant one; eps avoids
             # division by 0
             free = value.detach()
             aim = target.detach()
             tiny = torch.finfo(target.dtype).eps
-            left, total = (masked_variance(x, inputs.mask, correction=0) for x in (aim - free, aim))
+            left = masked_variance(aim - free, inputs.mask, correction=0)
+            total = masked_variance(aim, inputs.mask, correction=0)
             diagnostics = {"explained_variance": 1.0 - left / (total + tiny)}
 
         if most is None and inputs.mask is None and self.reduction == "mean":
             return DISTANCES[self.loss_critic_type](value, target), diagnostics  # with the mean in one pass
-        loss = distance(value, target, self.loss_critic_type)
 
+        loss = distance(value, target, self.loss_critic_type)
         if most is not None:
             # use the larger of both losses, so that moving further than clip_value from the sampled value
             # gains nothing
@@ -663,10 +671,9 @@ class PPOLoss(PolicyGradientLoss):
         self, inputs: LossInputs, dist: Distribution, log_prob: Tensor, advantage: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         log_ratio = self.log_ratio(inputs, log_prob)
+        numbers: dict[str, Tensor] = {}
         if self.with_diagnostics:
             numbers = ratio_statistics(log_ratio.detach(), inputs.mask)
-        else:
-            numbers = {}
         return log_ratio.exp() * -advantage, numbers
 
     def log_ratio(self, inputs: LossInputs, log_prob: Tensor) -> Tensor:
@@ -674,14 +681,14 @@ class PPOLoss(PolicyGradientLoss):
 
         The sampled log-probability may have one entry per part of the action; these are summed.
         """
-        names = sampled_log_prob_keys(self.actor_network, self.keys_of("sample_log_prob"), inputs.batch)
+        names = sampled_log_prob_keys(self.actor_network, self.named_keys("sample_log_prob"), inputs.batch)
         columns = [get_entry(inputs.batch, name) for name in names]
-
         for name, column in zip(names, columns, strict=True):
             if column is None:
-                raise self.missing(inputs, name, self.default_keys["sample_log_prob"])
+                raise self.missing_entry_error(inputs, name, self.default_keys["sample_log_prob"])
 
         sampled = reduce(torch.add, [joint(column.detach(), inputs.batch) for column in columns])
+
         log_ratio = log_prob - sampled
         if inputs.mask is None:
             return log_ratio
@@ -743,6 +750,7 @@ class ClipPPOLoss(PPOLoss):
         if options.get("clip_value") is True:
             options["clip_value"] = numbers["clip_epsilon"]
         super().__init__(actor_network, critic_network, **options)
+
         for name, number in numbers.items():
             self.register_coeff_buffer(name, number, device=options.get("device"))
 
@@ -754,7 +762,6 @@ class ClipPPOLoss(PPOLoss):
                 raise AttributeError(f"this {type(self).__name__} has {' and '.join(names)}, but no {name}")
             if not (value > 0.0 and (value < 1.0 or name.endswith("_high"))):
                 raise ValueError(f"{name} must be above 0, and below 1 on the lower side, got {value}")
-
         super().__setattr__(name, value)
 
     @override
@@ -763,14 +770,13 @@ class ClipPPOLoss(PPOLoss):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         log_ratio = self.log_ratio(inputs, log_prob)
         if "clip_epsilon" in self._buffers:
-            low = high = as_number(self.clip_epsilon)
+            low = as_number(self.clip_epsilon)
+            high = low
         else:
             low = as_number(self.clip_epsilon_low)
             high = as_number(self.clip_epsilon_high)
-
         log1p: Any = math.log1p if isinstance(low, float) else torch.log1p
-        # log(1 - low), log(1 + high)
-        least = log1p(-low)
+        least = log1p(-low)  # log(1 - low)
         most = log1p(high)
 
         # min(ratio * A, clip(ratio) * A) bounds the ratio on one side only: from above if A >= 0, from below
@@ -781,10 +787,11 @@ class ClipPPOLoss(PPOLoss):
         lowest = torch.full_like(free, -math.inf).masked_fill_(negative, least)
         highest = torch.full_like(free, math.inf).masked_fill_(~negative, most)
         loss = log_ratio.clamp(lowest, highest).exp() * -advantage
+
         if not self.with_diagnostics:
             return loss, {}
-        fraction = masked_mean((free.clamp(least, most) != free).to(free.dtype), inputs.mask)
 
+        fraction = masked_mean((free.clamp(least, most) != free).to(free.dtype), inputs.mask)
         return loss, ratio_statistics(free, inputs.mask) | {"clip_fraction": fraction}
 
 
@@ -845,11 +852,12 @@ class KLPENPPOLoss(PPOLoss):
         samples_mc_kl: int = 1,
         **options: Unpack[PolicyOptions],
     ) -> None:
-        checks.number("dtarg", dtarg)
-        checks.number("beta", beta)
-        checks.whole_number("samples_mc_kl", samples_mc_kl)
-        checks.number("increment", increment, least=1)
-        checks.number("decrement", decrement, above=0, most=1)
+        checks.check_number("dtarg", dtarg)
+        checks.check_number("beta", beta)
+        checks.check_whole_number("samples_mc_kl", samples_mc_kl)
+        checks.check_number("increment", increment, least=1)
+        checks.check_number("decrement", decrement, above=0, most=1)
+
         super().__init__(actor_network, critic_network, **options)
 
         if not hasattr(self.actor_network, "build_dist_from_params"):
@@ -884,11 +892,11 @@ class KLPENPPOLoss(PPOLoss):
         for key in actor.dist_params_keys:
             if inputs.batch.get(key, None) is None:
                 hint = ". It says how the actions were sampled: the policy must write it when it acts"
-                raise self.missing(inputs, key, hint=hint)
+                raise self.missing_entry_error(inputs, key, hint=hint)
 
         sampled = components(actor.build_dist_from_params(inputs.batch))
         current = components(dist)
-        pairs = [divergence_of(part, current[key], self.samples_mc_kl) for key, part in sampled.items()]
+        pairs = [compute_divergence(part, current[key], self.samples_mc_kl) for key, part in sampled.items()]
         divergence = reduce(torch.add, [joint(pair, inputs.batch) for pair in pairs])
         divergence = zero_masked(divergence, inputs.mask)
         mean = masked_mean(divergence.detach(), inputs.mask)
@@ -1005,10 +1013,10 @@ class ReinforceLoss(PolicyGradientLoss):
                 raise TypeError(
                     f"{type(self).__name__} has no entropy term and does not take {name}=: use A2CLoss instead"
                 )
-
         super().__init__(actor_network, critic_network, entropy_bonus=False, **options)
+
         critic = self.critic_network
-        checks.flags(delay_value=delay_value)
+        checks.check_flags(delay_value=delay_value)
         if delay_value and critic is None:
             raise ValueError("delay_value=True needs a critic_network")
 

@@ -24,8 +24,8 @@ from flatroll.estimators.distributions import (
 from flatroll.estimators.losses.action_values import (
     ActionSpace,
     OffPolicyLoss,
-    action_space_of,
     critic_ensemble,
+    name_action_space,
     value_of_action,
 )
 from flatroll.estimators.losses.base import (
@@ -39,7 +39,7 @@ from flatroll.estimators.losses.base import (
 )
 from flatroll.estimators.masked import Distance, Reduction, as_number, distance, masked_mean
 from flatroll.estimators.values.evaluate import NetworkInputs
-from flatroll.layout.checks import flags, number, whole_number
+from flatroll.layout.checks import check_flags, check_number, check_whole_number
 from flatroll.layout.keys import ACTION, NestedKey, as_tuple, flat_column, next_key
 from flatroll.layout.sampling import components, draw
 from flatroll.layout.tensordict_seam import call_for, get_entry, nest, set_entry, shallow_copy
@@ -112,19 +112,17 @@ class SoftActorCritic(OffPolicyLoss):
         )
 
         require_actor(actor_network)
-        flags(
+        check_flags(
             fixed_alpha=fixed_alpha,
             delay_actor=delay_actor,
             delay_qvalue=delay_qvalue,
             separate_losses=separate_losses,
             skip_done_states=skip_done_states,
         )
-
-        whole_number("num_qvalue_nets", num_qvalue_nets)
-
+        check_whole_number("num_qvalue_nets", num_qvalue_nets)
         for name, limit in (("alpha_init", alpha_init), ("min_alpha", min_alpha), ("max_alpha", max_alpha)):
             if limit is not None or name == "alpha_init":
-                number(name, cast(float, limit))
+                check_number(name, cast(float, limit))
 
         low = min_alpha or 0.0
         high = math.inf if max_alpha is None else max_alpha
@@ -134,34 +132,29 @@ class SoftActorCritic(OffPolicyLoss):
                 f"got {alpha_init}, {min_alpha} and {max_alpha}"
             )
 
+        # The networks.
         self.actor_network = actor_network
         self.qvalue_network = critic_ensemble(qvalue_network, num_qvalue_nets)
-        if delay_actor:
-            self.target_actor_network = target_copy(actor_network)
-        else:
-            self.target_actor_network = None
-
+        self.target_actor_network = target_copy(actor_network) if delay_actor else None
         self.target_qvalue_network = target_copy(self.qvalue_network) if delay_qvalue else None
-        # the logarithm is trained, so alpha stays positive
+
+        # Alpha. Its logarithm is trained, so that alpha stays positive.
         log_alpha = torch.tensor(math.log(alpha_init))
         if fixed_alpha:
             self.register_buffer("log_alpha", log_alpha)
         else:
             self.register_parameter("log_alpha", nn.Parameter(log_alpha))
+        least = math.log(low) if low else -math.inf
+        self._bounds = (least, math.log(high))
 
-        if low:
-            least = math.log(low)
-        else:
-            least = -math.inf
-        self._bounds = least, math.log(high)
+        # Options.
         self.delay_actor = delay_actor
         self.delay_qvalue = delay_qvalue
         self.separate_losses = separate_losses
-
         if isinstance(target_entropy, Tensor):  # a buffer that a schedule may change
             self.register_coeff_buffer("target_entropy", target_entropy)
         elif isinstance(target_entropy, (int, float)):
-            self.target_entropy = float(number("target_entropy", target_entropy))
+            self.target_entropy = float(check_number("target_entropy", target_entropy))
         elif isinstance(target_entropy, str) and target_entropy == "auto":
             self.target_entropy = target_entropy
         else:
@@ -174,10 +167,11 @@ class SoftActorCritic(OffPolicyLoss):
     def set_keys(self, **keys: NestedKey | list[NestedKey] | None) -> None:
         """Change the keys of entries; ``action`` may be a list of keys, for an action of several parts."""
         super().set_keys(**cast(Any, keys))
+
         networks: list[Any] = [self.actor_network, *self.qvalue_network]
         state_value: Any = getattr(self, "value_network", None)
-        networks += [] if state_value is None else [state_value]
-
+        if state_value is not None:
+            networks.append(state_value)
         for network in networks:
             if NetworkInputs.of(network, self.key("is_init")).recurrent:
                 raise TypeError(
@@ -185,24 +179,25 @@ class SoftActorCritic(OffPolicyLoss):
                     "let the policy write its features while collecting, and pass networks that read those"
                 )
 
+        # The entries read from the batch, at the root and under "next"; the actor writes the others.
         actor: Any = self.actor_network
-        made = {as_tuple(key) for key in (*actor.out_keys, *self.keys_of("action"), ACTION)}
-        read: list[Any] = list(dict.fromkeys(key for network in networks for key in network.in_keys))
+        made = {as_tuple(key) for key in (*actor.out_keys, *self.named_keys("action"), ACTION)}
+        observed: list[Any] = []
+        for key in dict.fromkeys(key for network in networks for key in network.in_keys):
+            names = as_tuple(key)
+            if not any(names == other[: len(names)] for other in made):
+                observed.append(key)
+        self._observed = observed
 
-        # the entries read from the batch, at the root and under "next"; the actor writes the others
-        self._observed: list[Any] = [
-            key for key in read if not any(as_tuple(key) == names[: len(as_tuple(key))] for names in made)
-        ]
-        inputs: list[Any] = [*self._observed, *(next_key(key) for key in self._observed)]
-        self.in_keys = [*inputs, *self.keys_of("action"), self.key("reward"), self.key("terminated")]
+        inputs: list[Any] = [*observed, *map(next_key, observed)]
+        self.in_keys = [*inputs, *self.named_keys("action"), self.key("reward"), self.key("terminated")]
+
         written: list[Any] = ["loss_actor", "loss_qvalue", "loss_alpha"]
-        written += ["alpha", "entropy"] if self.with_diagnostics else []
-
-        if state_value is None:
-            value_losses = []
-        else:
-            value_losses = ["loss_value"]
-        self.out_keys = written + value_losses
+        if self.with_diagnostics:
+            written += ["alpha", "entropy"]
+        if state_value is not None:
+            written.append("loss_value")
+        self.out_keys = written
 
     @property
     def alpha(self) -> Tensor:
@@ -221,41 +216,39 @@ class SoftActorCritic(OffPolicyLoss):
         inputs = self.transitions(tensordict, self._observed)
         actor = self.actor_network
         critics = self.qvalue_network
-        targets = self.target_qvalue_network
-        targets = critics if targets is None else targets
 
+        # The critics' target.
         with torch.no_grad():
             if self._bounds != (-math.inf, math.inf):
                 self.log_alpha.clamp_(*self._bounds)  # an optimizer step may exceed min_alpha, max_alpha
             alpha = as_number(self.alpha)
             after = self.next_entries(inputs, self._observed)
-
             delayed = self.target_actor_network
-            if delayed is None:
-                network = actor
-            else:
-                network = delayed
-            dist = distribution(network, after)
+            next_actor = actor if delayed is None else delayed
+            targets = self.target_qvalue_network
+            if targets is None:
+                targets = critics
+            dist = distribution(next_actor, after)
             target = self.target(inputs, self._next_value(dist, after, targets, alpha))
 
+        # The losses of actor and critics.
         work = shallow_copy(inputs.readable)  # the actor writes into this copy, which critics may read
         dist = distribution(actor, work)
-
-        for key in self.keys_of("action"):
+        for key in self.named_keys("action"):
             if get_entry(inputs.batch, key) is None:
-                raise self.missing(inputs, key, ACTION)
-
+                raise self.missing_entry_error(inputs, key, ACTION)
         value_losses = self._value_losses(inputs, work, dist, alpha)
         read = work.detach() if self.separate_losses else work
         with self._detach_shared(critics):
             values = self.critic_values(critics, read)
         chosen = [self._action_value(inputs, value) for value in values]  # for each critic, [*B]
         loss_actor, log_prob = self._actor_loss(work, dist, values, alpha)
+
+        # The loss of alpha.
         entropy = -log_prob.detach()
         aim = self.target_entropy
         if isinstance(aim, str):
             aim = self._auto_target_entropy(inputs, values[0])
-
         losses = {
             "loss_actor": self.reduce(inputs, loss_actor),
             "loss_qvalue": self.fit(inputs, chosen, target),
@@ -269,8 +262,7 @@ class SoftActorCritic(OffPolicyLoss):
 
     def _detach_shared(self, network: nn.Module) -> AbstractContextManager[None]:
         """With ``separate_losses``: detach parameters shared with the actor from the value losses."""
-        shared = self.separate_losses
-        if shared:
+        if self.separate_losses:
             return frozen(shared_parameters(network, self.actor_network))
         return nullcontext()
 
@@ -379,6 +371,7 @@ class SACLoss(SoftActorCritic):
         super().__init__(actor_network, qvalue_network, **options)
         require_critic("value_network", value_network)
         self.value_network: TensorDictModuleBase | None = value_network
+
         self.delay_value = delay_value
         self.target_value_network: TensorDictModuleBase | None = None
         if value_network is not None and delay_value:
@@ -408,18 +401,16 @@ class SACLoss(SoftActorCritic):
             critics = self.target_qvalue_network
             if critics is None:
                 critics = self.qvalue_network
-            if delayed is None:
-                with_action = work
-            else:
-                with_action = shallow_copy(work)
-
+            with_action = work
             if delayed is not None:
+                with_action = shallow_copy(work)
                 dist = distribution(delayed, with_action)
             target = self._soft_value(dist, with_action, critics, alpha)
 
         read = work.detach() if self.separate_losses else work
         with self._detach_shared(self.value_network):
             value = self._state_value(self.value_network, read)
+
         return {"loss_value": self.reduce(inputs, distance(value, target, self.loss_function))}
 
     @override
@@ -441,8 +432,7 @@ class SACLoss(SoftActorCritic):
     def _sample_action(self, dist: Distribution, work: TensorDictBase) -> tuple[TensorDictBase, Tensor]:
         """Return a shallow copy of the batch with a new action, and its log-probability ``[*B]``."""
         copy = shallow_copy(work)
-        actions = self.keys_of("action")
-
+        actions = self.named_keys("action")
         log_probs = []
         for key, part in components(dist).items():
             if not part.has_rsample:
@@ -466,14 +456,13 @@ class SACLoss(SoftActorCritic):
     def _actor_loss(
         self, work: TensorDictBase, dist: Distribution, values: list[Tensor], alpha: float
     ) -> tuple[Tensor, Tensor]:
-        (with_action, log_prob) = self._sample_action(dist, work)
+        with_action, log_prob = self._sample_action(dist, work)
         critics = self.qvalue_network
 
         # gradients flow through the critics into the action, but not into the critics' parameters
         if torch.compiler.is_compiling():
-            value = self.minimum_value(
-                [cast(Any, Frozen(cast(Any, critic))) for critic in critics], with_action
-            )
+            detached = [cast(Any, Frozen(cast(Any, critic))) for critic in critics]
+            value = self.minimum_value(detached, with_action)
         else:
             with frozen(parameters_and_buffers(critics)[0]):
                 value = self.minimum_value(critics, with_action)
@@ -484,14 +473,14 @@ class SACLoss(SoftActorCritic):
     def _auto_target_entropy(self, inputs: LossInputs, value: Tensor) -> float:
         # minus the number of action dims of all parts
         rows = inputs.batch.batch_size.numel()
+
         dims = 0
-        for key in self.keys_of("action"):
+        for key in self.named_keys("action"):
             action: Tensor | TensorDictBase = get_entry(inputs.batch, key)
             if isinstance(action, Tensor):
                 leaves = [action]
             else:
                 leaves = action.values(True, True)
-
             dims += sum(leaf.numel() for leaf in leaves) // rows
 
         return -float(dims)
@@ -551,8 +540,8 @@ class DiscreteSACLoss(SoftActorCritic):
         **options: Unpack[SACOptions],
     ) -> None:
         super().__init__(actor_network, qvalue_network, **options)
-        self.action_space: ActionSpace | None = action_space_of(action_space)
-        self.target_entropy_weight = number("target_entropy_weight", target_entropy_weight)
+        self.action_space: ActionSpace | None = name_action_space(action_space)
+        self.target_entropy_weight = check_number("target_entropy_weight", target_entropy_weight)
 
     @override
     def _next_value(
@@ -589,6 +578,7 @@ def log_probabilities(dist: Distribution) -> Tensor:
         raise TypeError(
             f"DiscreteSACLoss needs a distribution with logits, e.g. Categorical, got {type(dist).__name__}"
         )
+
     # logits may be unnormalised, and log_softmax avoids log(0) = -inf. Masked actions still give -inf: clamp
     # to a bound whose exp() is 0, since 0 * -inf = NaN
     return logits.log_softmax(-1).clamp(min=-(torch.finfo(logits.dtype).max ** 0.5))

@@ -36,13 +36,13 @@ from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import (
     BLAMED,
     blame_entries,
-    dense_tensor,
-    flags,
-    need_keys,
-    need_rows,
-    one_of,
-    torch_device,
-    whole_number,
+    check_choice,
+    check_dense_tensor,
+    check_device,
+    check_flags,
+    check_keys,
+    check_rows,
+    check_whole_number,
 )
 from flatroll.layout.keys import (
     IS_INIT,
@@ -133,9 +133,11 @@ def chunks_from(options: EstimatorOptions) -> Chunks:
     """
     number = options.get("num_chunks")
     num_chunk = options.get("num_chunk")
-    if num_chunk is not None and number not in (None, num_chunk):
-        raise ValueError(f"num_chunk is another name for num_chunks, got {num_chunk} and {number}")
-    number = number if num_chunk is None else num_chunk
+    if num_chunk is not None:
+        if number not in (None, num_chunk):
+            raise ValueError(f"num_chunk is another name for num_chunks, got {num_chunk} and {number}")
+        number = num_chunk
+
     return Chunks(options.get("value_chunk_size"), number, options.get("value_chunk_dim", 0))
 
 
@@ -149,12 +151,14 @@ def stream_from(options: EstimatorOptions) -> tuple[bool, int | None]:
         raise ValueError(f"single_call is another name for shifted, got {single_call} and {shifted}")
 
     shifted = shifted or bool(single_call)
+
     budget = options.get("shifted_budget")
-    if budget is not None and whole_number("shifted_budget", budget) and not shifted:
+    if budget is not None and check_whole_number("shifted_budget", budget) and not shifted:
         raise ValueError(
             f"shifted_budget={budget} sets the length of the single call with shifted=True: pass shifted=True "
             "as well"
         )
+
     return shifted, budget
 
 
@@ -241,31 +245,34 @@ class ValueEstimator(TensorDictModuleBase):
         require_critic("value_network", value_network)
         self.value_network = value_network
 
-        skip_existing = False if options.get("skip_existing") is None else options.get("skip_existing")
-        flags(
+        skip_existing = options.get("skip_existing")
+        if skip_existing is None:
+            skip_existing = False
+        check_flags(
             average_rewards=average_rewards,
             differentiable=options.get("differentiable", False),
             skip_existing=skip_existing,
             check_finite=options.get("check_finite", False),
         )
-
         keys = ("group_key", "advantage_key", "value_target_key", "value_key")
-        need_keys(optional=True, **{name: options.get(name) for name in keys})
+        check_keys(optional=True, **{name: options.get(name) for name in keys})
 
+        # How the network is evaluated.
         self.chunks = chunks_from(options)
         self.shifted, self.shifted_budget = stream_from(options)
         self.differentiable = bool(options.get("differentiable", False))
         self.skip_existing = bool(options.get("skip_existing"))
         self.check_finite = options.get("check_finite", False)
-        self.bootstrap_missing = one_of(
+        self.bootstrap_missing = check_choice(
             "bootstrap_missing", options.get("bootstrap_missing", "error"), ("error", "current", "mask")
         )
+
+        # How the result is scaled.
         self.standardize = standardize
         self.average_rewards = average_rewards
         self.group_key = options.get("group_key")
         self.time_dim = options.get("time_dim")
         self.reward_scale = options.get("reward_scale")
-
         if self.group_key is not None and not (standardize or average_rewards):
             raise ValueError(
                 f"group_key={self.group_key!r} names the groups in which advantages or rewards are "
@@ -274,10 +281,10 @@ class ValueEstimator(TensorDictModuleBase):
             )
 
         self.number("gamma", gamma, options.get("device"))
-
         self._warn_once = WarnOnce()
         self._warn_of_order = WarnOnce()
         self._calls = 0
+
         self.tensor_keys = KeyNames(self.default_keys)
         self.set_keys(
             advantage=options.get("advantage_key"),
@@ -291,7 +298,7 @@ class ValueEstimator(TensorDictModuleBase):
             setattr(self, name, unit_interval(name, x))
             return
 
-        dense_tensor(name, x)
+        check_dense_tensor(name, x)
         if not x.numel():
             raise ValueError(
                 f"{name} must be a number or one per row, got an empty tensor of shape {tuple(x.shape)}"
@@ -299,11 +306,10 @@ class ValueEstimator(TensorDictModuleBase):
 
         for bound in x.aminmax():
             unit_interval(name, bound)
-        if device is None:
-            column = x
-        else:
-            column = x.to(torch_device("device", device))
-        self.register_buffer(name, column)
+
+        if device is not None:
+            x = x.to(check_device("device", device))
+        self.register_buffer(name, x)
 
     def set_keys(self, **keys: NestedKey | None) -> None:
         """Change the keys of entries that the estimator reads or writes.
@@ -319,21 +325,23 @@ class ValueEstimator(TensorDictModuleBase):
         """
         self.tensor_keys = KeyNames(renamed(self.tensor_keys, keys))
         #: The batch key of each entry, by its name in :attr:`tensor_keys`.
-        self.places = {k: under_next(x) if k in _UNDER_NEXT else x for k, x in self.tensor_keys.items()}
+        self.places = {**self.tensor_keys, **{k: under_next(self.tensor_keys[k]) for k in _UNDER_NEXT}}
+
         network = self.value_network
-        value = self.tensor_keys["value"]
-
+        observed: list[Any] = []
+        inputs = None
+        if network is not None:
+            inputs = NetworkInputs.of(network, self.tensor_keys["is_init"])
+            observed = list(network.in_keys)
         #: The network for which the keys below are cached, and its inputs.
-        if network is None:
-            self._inputs = None
-        else:
-            self._inputs = NetworkInputs.of(network, self.tensor_keys["is_init"])
+        self._inputs = inputs
 
-        observed: list[Any] = [] if network is None else list(network.in_keys)
+        value = self.tensor_keys["value"]
         values: list[Any] = [value, next_key(value)]
         read: list[Any] = [*observed, *map(next_key, observed)] or list(values)
         read += [self.places[name] for name in _UNDER_NEXT]
         written: list[Any] = [self.tensor_keys["advantage"], self.tensor_keys["value_target"], *values]
+
         self.in_keys = read
         self.out_keys = written
         self._written: list[NestedKey] = list(written)
@@ -393,15 +401,19 @@ class ValueEstimator(TensorDictModuleBase):
         parameters = Parameters(params, target_params)
         advantage, target, values = self._estimate(tensordict, time_dim, parameters, None, final)
         written = dict(zip(self._written, (advantage, target, values.value, values.next_value), strict=True))
+
         valid_key = self.tensor_keys["valid"]
         valid = values.valid
+
         stale = get_entry(tensordict, valid_key) is not None  # an old one is there: remove it
-        if valid is not None or self.shifted or stale:
-            everywhere = torch.ones(tensordict.batch_size, dtype=torch.bool, device=target.device)
-            written[valid_key] = everywhere if valid is None else valid
+        if valid is None and (self.shifted or stale):
+            valid = torch.ones(tensordict.batch_size, dtype=torch.bool, device=target.device)
+        if valid is not None:
+            written[valid_key] = valid
 
         for key, column in written.items():
             set_entry(tensordict, key, column)
+
         return tensordict
 
     def value_estimate(
@@ -422,6 +434,7 @@ class ValueEstimator(TensorDictModuleBase):
             tensordict, params, target_params, final, time_dim: as in :meth:`forward`, as is what is raised.
         """
         parameters = Parameters(params, target_params)
+
         return self._estimate(tensordict, time_dim, parameters, next_value, final)[1]
 
     def _estimate(
@@ -433,9 +446,11 @@ class ValueEstimator(TensorDictModuleBase):
         final: TensorDictBase | None,
     ) -> tuple[Tensor, Tensor, Values]:
         """Advantage, target and values of a batch, time in any of its dims: turned to the last one and back here."""
-        need_rows(batch)
+        check_rows(batch)
+
         if next_value is not None:
-            dense_tensor("next_value", next_value)
+            check_dense_tensor("next_value", next_value)
+
         last = batch.batch_dims - 1
         if last < 0:
             raise ValueError("the batch must have at least one batch dimension (time), got batch size []")
@@ -443,7 +458,11 @@ class ValueEstimator(TensorDictModuleBase):
         if time_dim is None:
             time_dim = self.time_dim
         if time_dim is None:
-            time_dim = batch.names.index("time") if "time" in batch.names else last
+            if "time" in batch.names:
+                time_dim = batch.names.index("time")
+            else:
+                time_dim = last
+
         if not (isinstance(time_dim, int) and -last - 1 <= time_dim <= last):
             raise ValueError(f"time_dim must name a batch dim of {tuple(batch.batch_size)}, got {time_dim!r}")
         dim = time_dim % (last + 1)
@@ -456,7 +475,6 @@ class ValueEstimator(TensorDictModuleBase):
             shape = require(batch, self.places["reward"], REWARD).shape
             if shape == batch.batch_size:
                 shape = torch.Size([*shape, 1])
-
             for name, x in factors.items():  # factors are in the caller's order as well
                 if isinstance(x, Tensor) and x.ndim:
                     factors[name] = factor_over(name, x, shape, last + 1).transpose(dim, last)
@@ -466,6 +484,7 @@ class ValueEstimator(TensorDictModuleBase):
             if next_value is not None:
                 next_value = next_value.transpose(dim, last)
 
+        # Padding and gradients.
         grad = self.differentiable and torch.is_grad_enabled()
         mask_key = self.places["mask"]
         if get_entry(series, mask_key) is not None:
@@ -488,15 +507,17 @@ class ValueEstimator(TensorDictModuleBase):
             reward = reward.transpose(dim, last)
             advantage = advantage.transpose(dim, last)
             target = target.transpose(dim, last)
-
             valid = values.valid
             if valid is not None:
                 valid = valid.transpose(dim, last)
             values = Values(values.value.transpose(dim, last), values.next_value.transpose(dim, last), valid)
 
         if self.check_finite:
-            observed: list[Any] = [] if self.value_network is None else list(self.value_network.in_keys)
+            observed: list[Any] = []
+            if self.value_network is not None:
+                observed = list(self.value_network.in_keys)
             check_finite(batch, observed, reward, values.value, values.next_value)
+
         return advantage, target, values
 
     def _estimate_series(
@@ -511,8 +532,8 @@ class ValueEstimator(TensorDictModuleBase):
         """Reward ``[*B, T, *F]``, and advantage, target and values of its shape, of a batch whose last dim is time."""
         keys = self.places
         network = self.value_network
-        dims = batch.batch_dims
 
+        # The reward.
         reward: Tensor = require(batch, keys["reward"], REWARD)
         if not reward.is_floating_point():
             key = keys["reward"]
@@ -522,7 +543,7 @@ class ValueEstimator(TensorDictModuleBase):
         if self.reward_scale is not None:
             reward = self.reward_scale.scaled(reward)
 
-        # Where runs end, and which next observations are unknown.
+        # The boundaries.
         names = {"is_init_key": "is_init", "done_key": "done", "traj_key": "traj_ids", "mask_key": "mask"}
         ends = run_ends(batch, **{argument: keys[name] for argument, name in names.items()})
         at = Boundaries(ends, marker(batch, keys["terminated"]), None)
@@ -531,7 +552,7 @@ class ValueEstimator(TensorDictModuleBase):
         if ends.is_cpu and not is_tracing():  # on a device the values are not ready yet
             self._check_order(batch, at, factors)
 
-        # The values of the rows and of the next ones.
+        # The values of observations and next observations.
         if next_value is not None:
             if next_value.shape == batch.batch_size:
                 next_value = next_value.unsqueeze(-1)
@@ -540,16 +561,17 @@ class ValueEstimator(TensorDictModuleBase):
                     f"next_value must have the reward's shape {tuple(reward.shape)}, got {tuple(next_value.shape)}"
                 )
 
-        steps = get_entry(batch, keys["steps_to_next_obs"])
         if next_value is not None and not self.target_needs_value:
             values = Values(next_value, zeroed(next_value, at.terminated))
         else:
-            if network is not None and (self._inputs is None or self._inputs.module is not network):
+            known_inputs = self._inputs
+            if network is None:
+                known_inputs = None
+            elif known_inputs is None or known_inputs.module is not network:
                 self.set_keys()  # the network was replaced and may read other entries
-
-            reader = None if network is None else self._inputs
+                known_inputs = self._inputs
             values_of = ValueInputs(
-                network=reader,
+                network=known_inputs,
                 value_key=self.tensor_keys["value"],
                 batch=batch,
                 at=at,
@@ -559,19 +581,15 @@ class ValueEstimator(TensorDictModuleBase):
                 skip_existing=self.skip_existing,
                 final=final,
                 parameters=parameters,
-                n_step=steps is not None,
+                n_step=get_entry(batch, keys["steps_to_next_obs"]) is not None,
                 warn=self._warn_once,
             )
             values = state_values(values_of, next_value)
 
         if values.value.shape != reward.shape or values.next_value.shape != reward.shape:
-            column = values.next_value if values.value.shape == reward.shape else values.value
-            writer = "the batch must hold" if network is None else "value_network must write"
-            raise ValueError(
-                f"{writer} values of the reward's shape {tuple(reward.shape)}, got {tuple(column.shape)}"
-            )
+            raise self._shape_error(values, reward)
 
-        # The rows that count; a run stops before one that does not.
+        # The rows that count: runs stop before an excluded one.
         valid = values.valid
         if at.unknown is not None and self.bootstrap_missing == "mask":
             valid = mask_and(valid, ~at.unknown)
@@ -579,20 +597,19 @@ class ValueEstimator(TensorDictModuleBase):
             ends = ends.clone()
             ends[..., :-1] |= ~valid[..., 1:]  # where row t + 1 does not count
 
-        # The rows whose moments are computed; None for all.
-        counted = valid
+        counted = valid  # the rows whose moments are computed; None for all
         if (self.standardize or self.average_rewards) and get_entry(batch, keys["mask"]) is not None:
             counted = mask_and(marker(batch, keys["mask"]), valid)
 
-        # The discount over all steps of an n-step row: a reward over k rows is discounted k times.
+        # Discounts and rewards.
+        steps = get_entry(batch, keys["steps_to_next_obs"])
         if steps is not None:
-            spanned = flat_column(steps, batch, keys["steps_to_next_obs"]).to(reward.dtype)
-            gamma = torch.as_tensor(factors["gamma"], dtype=reward.dtype, device=reward.device)
-            if gamma.ndim:
-                gamma = factor_over("gamma", gamma, reward.shape, dims)
-            factors["gamma"] = gamma ** broadcast_like(spanned, reward)
+            factors["gamma"] = self._gamma_over(steps, batch, factors["gamma"], reward)
+        discounted = reward
+        if self.average_rewards:
+            discounted = self._standardize(batch, reward, counted)
 
-        discounted = self._standardize(batch, reward, counted) if self.average_rewards else reward
+        # The recursion of the subclass.
         inputs = EstimatorInputs(
             batch=batch,
             at=at,
@@ -601,7 +618,7 @@ class ValueEstimator(TensorDictModuleBase):
             reward=discounted,
             terminated=at.terminated,
             ends=ends,
-            time_dim=dims - 1,
+            time_dim=batch.batch_dims - 1,
             factors=factors,
             chunks=chunks,
         )
@@ -616,6 +633,31 @@ class ValueEstimator(TensorDictModuleBase):
 
         return reward, advantage, target, Values(values.value, values.next_value, valid)
 
+    def _shape_error(self, values: Values, reward: Tensor) -> ValueError:
+        """Values of another shape than the reward's."""
+        column = values.value
+        if column.shape == reward.shape:
+            column = values.next_value
+        if self.value_network is None:
+            words = "the batch must hold"
+        else:
+            words = "value_network must write"
+
+        return ValueError(
+            f"{words} values of the reward's shape {tuple(reward.shape)}, got {tuple(column.shape)}"
+        )
+
+    def _gamma_over(
+        self, steps: Tensor, batch: TensorDictBase, gamma: float | Tensor, reward: Tensor
+    ) -> Tensor:
+        """The discount over all ``steps`` of each n-step row: a reward over k rows is discounted k times."""
+        spanned = flat_column(steps, batch, self.places["steps_to_next_obs"]).to(reward.dtype)
+        gamma = torch.as_tensor(gamma, dtype=reward.dtype, device=reward.device)
+        if gamma.ndim:
+            gamma = factor_over("gamma", gamma, reward.shape, batch.batch_dims)
+
+        return gamma ** broadcast_like(spanned, reward)
+
     def _check_order(self, batch: TensorDictBase, at: Boundaries, factors: dict[str, float | Tensor]) -> None:
         """Raise if consecutive rows of a run on the host do not follow one another, where that matters.
 
@@ -627,18 +669,19 @@ class ValueEstimator(TensorDictModuleBase):
 
         keys = self.places
         inputs = self._inputs
-
         # With a single stream, the next value of a row comes from the next row.
         stream = self.shifted or (
             inputs is not None
             and (inputs.recurrent or any(get_entry(batch, key) is None for key in inputs.next_observed))
         )
+
         if not (self.sums_along or stream):
             return
 
         lmbda = factors.get("lmbda")
         if self.sums_along and not (isinstance(lmbda, float) and lmbda == 0.0):
             check_runs(batch, at, keys["done"], self._warn_of_order)
+
         counted = check_steps(batch, at, keys["step_count"], keys["mask"])
         if not counted and inputs is not None and get_entry(batch, keys["steps_to_next_obs"]) is None:
             check_observations(batch, at, inputs.observed)
@@ -648,6 +691,7 @@ class ValueEstimator(TensorDictModuleBase):
         mask = expand_mask(counted, column)
         if self.group_key is None:
             return standardized(column, mask)
+
         groups = flat_column(require(batch, self.group_key), batch, self.group_key)
         return standardized_in_groups(column, groups, mask)
 
@@ -690,8 +734,13 @@ def check_finite(
         bad_rows = ~column.isfinite().reshape(*batch.batch_size, -1).all(-1)
         row = tuple(int(i) for i in torch.nonzero(bad_rows)[0])
         numbers: list[float] = column[row].reshape(-1).tolist()
-        shown = numbers[0] if len(numbers) == 1 else numbers
-        named = row[0] if len(row) == 1 else row
+        shown: float | list[float] = numbers
+        if len(numbers) == 1:
+            shown = numbers[0]
+        named: int | tuple[int, ...] = row
+        if len(row) == 1:
+            named = row[0]
+
         if not words:
             raise ValueError(f"the reward of row {named} is {shown}")
 
@@ -699,12 +748,9 @@ def check_finite(
         bad = [key for key, x in entries.items() if x is not None and not bool(x[row].isfinite().all())]
         if bad:
             of_input = f"{bad[0]!r} is not finite there"
-        else:
-            of_input = "the inputs of value_network are finite there"
-
-        if bad:
             way_out = "fix the data"
         else:
+            of_input = "the inputs of value_network are finite there"
             way_out = "value_network has diverged, or divides by zero"
 
-        raise ValueError(f"the value of the {words} of row {named} is {shown}, and {of_input}: " + way_out)
+        raise ValueError(f"the value of the {words} of row {named} is {shown}, and {of_input}: {way_out}")

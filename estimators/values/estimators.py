@@ -14,9 +14,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll.estimators.distributions import (
+    compute_log_prob,
     distribution,
     joint,
-    log_prob_of,
     log_prob_parts,
     part_key,
     require_actor,
@@ -33,7 +33,7 @@ from flatroll.estimators.values.evaluate import NetworkInputs, broadcast_like, f
 from flatroll.estimators.values.extended_stream import run_stops
 from flatroll.kernels.scan import residual_scan
 from flatroll.layout.boundaries import starts_from
-from flatroll.layout.checks import dense_tensor, flags, number, one_of
+from flatroll.layout.checks import check_choice, check_dense_tensor, check_flags, check_number
 from flatroll.layout.keys import ACTION, NestedKey, key_list, require
 from flatroll.layout.sampling import base_sample_key, components
 from flatroll.layout.tensordict_seam import get_entry
@@ -95,7 +95,7 @@ class GAE(ValueEstimator):
         average_gae: bool = False,
         **options: Unpack[EstimatorOptions],
     ) -> None:
-        flags(average_gae=average_gae)
+        check_flags(average_gae=average_gae)
         super().__init__(gamma=gamma, value_network=value_network, standardize=average_gae, **options)
         self.number("lmbda", lmbda, options.get("device"))
 
@@ -107,11 +107,13 @@ class GAE(ValueEstimator):
         columns = (inputs.reward, inputs.value, inputs.next_value)
         shape = inputs.reward.shape
         numbers = all(isinstance(x, float) and 0.0 <= x <= 1.0 for x in (gamma, lmbda))
+
         if numbers and len({x.dtype for x in columns}) == 1 and shape[time + 1 :].numel() == 1:
             # With one feature and time as the last other dim, the flattened series are contiguous, and
             # run_ends has marked the last row of each, so that the scan reads the columns directly.
+            ends = inputs.ends | inputs.terminated
             reward, value, next_value, ends, terminated = (
-                x.reshape(-1) for x in (*columns, inputs.ends | inputs.terminated, inputs.terminated)
+                x.reshape(-1) for x in (*columns, ends, inputs.terminated)
             )
             scanned = residual_scan(
                 gamma, gamma * lmbda, reward, value, next_value, terminated, ends, longest=shape[time]
@@ -324,15 +326,15 @@ class VTrace(ValueEstimator):
         average_adv: bool = False,
         **options: Unpack[EstimatorOptions],
     ) -> None:
-        flags(average_adv=average_adv)
+        check_flags(average_adv=average_adv)
         super().__init__(gamma=gamma, value_network=value_network, standardize=average_adv, **options)
         require_actor(actor_network)
         self.actor_network = actor_network
 
         for name, threshold in (("rho_thresh", rho_thresh), ("c_thresh", c_thresh)):
             if not isinstance(threshold, Tensor) or threshold.is_meta:
-                number(name, threshold, least=0)
-            elif not bool((dense_tensor(name, threshold) >= 0.0).all()):
+                check_number(name, threshold, least=0)
+            elif not bool((check_dense_tensor(name, threshold) >= 0.0).all()):
                 raise ValueError(f"{name} must be at least 0, got {threshold}")
 
         self.rho_thresh = rho_thresh
@@ -342,8 +344,11 @@ class VTrace(ValueEstimator):
     def set_keys(self, **keys: NestedKey | None) -> None:
         """Change the keys of entries; also accepts ``action`` and ``sample_log_prob``."""
         super().set_keys(**keys)
+
         actor = getattr(self, "actor_network", None)
-        read: list[Any] = [] if actor is None else list(actor.in_keys)
+        read: list[Any] = []
+        if actor is not None:
+            read = list(actor.in_keys)
         read += [*key_list(self.tensor_keys["action"]), *key_list(self.tensor_keys["sample_log_prob"])]
         in_keys: list[Any] = list(dict.fromkeys([*self.in_keys, *read]))
         self.in_keys = in_keys
@@ -353,9 +358,11 @@ class VTrace(ValueEstimator):
     def readable_keys(self) -> list[Any]:
         """All entries that the estimator may read."""
         made_of = [base_sample_key(key) for key in key_list(self.tensor_keys["action"])]
+
         parts: list[NestedKey] = []
         with suppress(RuntimeError):  # see keys_written_by
             parts = log_prob_parts(self.actor_network)
+
         return list(dict.fromkeys([*super().readable_keys, *made_of, *parts]))
 
     @override
@@ -364,9 +371,10 @@ class VTrace(ValueEstimator):
         keys = sampled_log_prob_keys(self.actor_network, key_list(self.tensor_keys["sample_log_prob"]), batch)
         parts = [require(batch, key, self.default_keys["sample_log_prob"]) for key in keys]
         log_mu = reduce(torch.add, [joint(part, batch) for part in parts])
-        log_pi, log_mu = (broadcast_like(x, inputs.reward) for x in (self._log_prob(inputs), log_mu))
-        columns = (inputs.value, inputs.next_value, inputs.reward, inputs.ends, inputs.terminated)
+        log_mu = broadcast_like(log_mu, inputs.reward)
+        log_pi = broadcast_like(self._log_prob(inputs), inputs.reward)
 
+        columns = (inputs.value, inputs.next_value, inputs.reward, inputs.ends, inputs.terminated)
         # thresholds of the weights of the row's own residual (rho) and of the trace after it (c)
         gamma, rho, c = (inputs.factors[name] for name in self.factor_names)
         return vtrace_advantage_estimate(gamma, log_pi, log_mu, *columns, rho, c, inputs.time_dim)
@@ -377,36 +385,37 @@ class VTrace(ValueEstimator):
         is_init = self.tensor_keys["is_init"]
         actor = NetworkInputs.of(self.actor_network, is_init)
         dims = batch.batch_dims
+
         states = [key for key in actor.states if batch.get(key, None) is not None]
         columns = {key: flat_rows(require(batch, key), dims) for key in (*actor.observed, *states)}
         actions = key_list(self.tensor_keys["action"])
+
         ends = inputs.at.ends.reshape(-1)
         chunks = inputs.chunks
         stops = None
-
         if actor.recurrent:
             columns[is_init] = starts_from(ends).unsqueeze(-1)
             if not chunks.whole:  # a recurrent network must see each run in one chunk
                 stops = run_stops(ends)
-
         # Rows per index of the dim that is split: all batch dims are flattened here.
         each = len(ends) // max(batch.shape[chunks.along(dims)], 1)
 
         log_probs = []
         for start, stop in chunks.spans(len(ends), stops, each=each):
             part = TensorDict({key: column[start:stop] for key, column in columns.items()}, [stop - start])
+
             of_parts = []  # parts of an action are independent: their log-probabilities add up
             for key, dist in components(distribution(self.actor_network, part)).items():
                 if key is None:
                     key = actions[0]
                 else:
                     key = part_key(key, actions, self.actor_network)
-                action = flat_rows(require(batch, key, ACTION), dims)[start:stop]
 
+                action = flat_rows(require(batch, key, ACTION), dims)[start:stop]
                 base = get_entry(batch, base_sample_key(key))
                 if base is not None:
                     base = flat_rows(base, dims)[start:stop]
-                of_parts.append(joint(log_prob_of(dist, action, base, self._warn_once), part))
+                of_parts.append(joint(compute_log_prob(dist, action, base, self._warn_once), part))
 
             log_probs.append(reduce(torch.add, of_parts))
 
@@ -440,19 +449,18 @@ _CLASSES: dict[str, type[ValueEstimator]] = {
 }
 
 
-def name_of(kind: str | type[ValueEstimator]) -> str:
+def check_estimator_name(kind: str | type[ValueEstimator]) -> str:
     """Return the name of an estimator kind; ValueError if it is unknown.
 
-    >>> name_of("TDLambda"), name_of(GAE)
+    >>> check_estimator_name("TDLambda"), check_estimator_name(GAE)
     ('td_lambda', 'gae')
     """
     if isinstance(kind, str):
-        return one_of("value_type", str(ValueEstimators.__members__.get(kind, kind)), tuple(_CLASSES))
+        return check_choice("value_type", str(ValueEstimators.__members__.get(kind, kind)), tuple(_CLASSES))
 
     for name, known in _CLASSES.items():
         if kind is known:
             return name
-
     raise ValueError(f"value_type must be a name in ValueEstimators or one of its classes, got {kind!r}")
 
 
@@ -471,7 +479,10 @@ def make_estimator(
         return cast(ValueEstimator, kind)
 
     is_own = isinstance(kind, type) and issubclass(kind, ValueEstimator)
-    chosen: Any = kind if is_own else _CLASSES[name_of(cast(str, kind))]
+    chosen: Any = kind
+    if not is_own:
+        chosen = _CLASSES[check_estimator_name(cast(str, kind))]
+
     known = inspect.signature(chosen).parameters
     if networks["value_network"] is None and "value_network" not in arguments:
         raise ValueError(

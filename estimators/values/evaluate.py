@@ -29,7 +29,7 @@ from flatroll.estimators.values.extended_stream import (
 )
 from flatroll.kernels.scan import is_tracing, zeroed
 from flatroll.layout.boundaries import starts_from
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import check_whole_number
 from flatroll.layout.final import Final, read_final
 from flatroll.layout.keys import NestedKey, next_key, require
 from flatroll.layout.tensordict_seam import call_network, get_entry
@@ -81,13 +81,15 @@ class Chunks:
 
         for name, n in (("value_chunk_size", self.size), ("num_chunks", self.number)):
             if n is not None:
-                whole_number(name, n)
+                check_whole_number(name, n)
+
         object.__setattr__(self, "whole", self.size is None and self.number in (None, 1))
 
     def along(self, batch_dims: int) -> int:
         """Return the dim to split in a batch with this many dims."""
         if not -batch_dims <= self.dim < batch_dims:
             raise ValueError(f"value_chunk_dim must name one of {batch_dims} batch dims, got {self.dim}")
+
         return self.dim % batch_dims
 
     def transposed(self, batch_dims: int, one: int, other: int) -> "Chunks":
@@ -109,6 +111,7 @@ class Chunks:
         """
         # Rows per chunk: the given size, or all rows divided by the number of chunks, rounded up; at least 1.
         size = (self.size or 0) * each or -(-(rows - first) // (self.number or 1)) or 1
+
         if stops is None or size >= rows - first:
             for start in range(first, max(rows, first + 1), size):  # an empty batch gives one empty chunk
                 yield start, min(start + size, rows)
@@ -116,14 +119,16 @@ class Chunks:
 
         bounds = stops.tolist()
         start = first
-        at = 0
+        last = 0
         while start < rows:
-            # Add runs as long as the next one fits; bounds[at] is the stop of the last one.
-            while at + 1 < len(bounds) and bounds[at + 1] <= start + size:
-                at += 1
-            yield start, bounds[at]
-            start = bounds[at]
-            at = at + 1
+            # Add runs as long as the next one fits; bounds[last] is the stop of the last one.
+            while last + 1 < len(bounds) and bounds[last + 1] <= start + size:
+                last += 1
+
+            yield start, bounds[last]
+
+            start = bounds[last]
+            last += 1
 
 
 @dataclass(frozen=True)
@@ -151,13 +156,14 @@ class NetworkInputs:
         """Determine the inputs from the network's in_keys and out_keys, and from its recurrent modules."""
         read: list[NestedKey] = list(network.in_keys)  # pyright: ignore[reportAssignmentType]
         written = set(network.out_keys)
-
         # An entry that it reads, and writes under "next", is a state and not an observation.
         states = tuple(key for key in read if next_key(key) in written)
         observed = tuple(key for key in read if key not in states and key != is_init_key)
+
         recurrent = bool(states) or is_init_key in read
         if not recurrent:
             recurrent = any(hasattr(type(x), "make_tensordict_primer") for x in network.modules())
+
         return cls(network, is_init_key, observed, tuple(map(next_key, observed)), states, recurrent)
 
 
@@ -251,8 +257,9 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
     """
     batch = inputs.batch
     network = inputs.network
-    value = None
 
+    # Values that are known.
+    value = None
     if network is None:
         value = require(batch, inputs.value_key)
         if next_value is None:
@@ -264,16 +271,19 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
 
     if value is not None and next_value is not None:
         return Values(value, zeroed(next_value, inputs.at.terminated))
-    assert network is not None
 
     # The observations in the batch. Keys missing under "next" may be in final.
+    assert network is not None
     root = {key: require(batch, key) for key in network.observed}
     next_columns = [get_entry(batch, key) for key in network.next_observed]
     following = {key: column for key, column in zip(root, next_columns, strict=True) if column is not None}
     absent = [key for key in root if key not in following]
+
     from_final = None
     if inputs.final is not None:
         from_final = read_final(inputs.final, absent, wanted="the collector.final of this batch")
+
+    # Two calls of the network where they are possible, else one over the extended stream.
     if next_value is None and not (absent or inputs.shifted or network.recurrent):
         return _row_by_row(inputs, network, root, following, value)
 
@@ -281,9 +291,8 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
     if next_value is not None:  # rows only: the stream has no insertions
         stream = Appended(torch.zeros(0, dtype=torch.int64), inputs.at.ends.numel())
         value = _values_at_places(inputs, observations, stream, inputs.parameters.now)
-        return Values(
-            value.reshape(*batch.batch_size, *value.shape[1:]), zeroed(next_value, inputs.at.terminated)
-        )
+        value = value.reshape(*batch.batch_size, *value.shape[1:])
+        return Values(value, zeroed(next_value, inputs.at.terminated))
 
     if inputs.n_step:
         raise ValueError(
@@ -295,6 +304,7 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
     following_parameters = inputs.parameters.following
     if following_parameters is None:
         return _over_stream(inputs, observations, inputs.parameters.now, value)
+
     if inputs.shifted:
         raise ValueError(
             "shifted=True takes the values of the rows and of the next ones from one call, so from one set "
@@ -303,7 +313,8 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
 
     if value is None:  # the stream twice, once with each set of parameters
         value = _over_stream(inputs, observations, inputs.parameters.now, None).value
-    return Values(value, _over_stream(inputs, observations, following_parameters, None).next_value)
+    following_values = _over_stream(inputs, observations, following_parameters, None)
+    return Values(value, following_values.next_value)
 
 
 def _row_by_row(
@@ -316,12 +327,11 @@ def _row_by_row(
     at = inputs.at
     chunks = inputs.chunks
     now = inputs.parameters.now
-
-    if inputs.parameters.following is None:
+    then = inputs.parameters.following
+    if then is None:
         then = now
-    else:
-        then = inputs.parameters.following
     one_call = value is None and now is then and chunks.whole
+
     dim = 0
     spans = iter([(0, len(at.ends))])
     if not chunks.whole or chunks.dim != 0:
@@ -329,44 +339,46 @@ def _row_by_row(
         spans = chunks.spans(inputs.batch.shape[dim])
 
     # one item per chunk
-    values = [] if value is None else [value]
-
+    values = []
     next_values = []
     for start, stop in spans:
         part = root
         after = following
         unknown = at.unknown
-
         over = at.terminated
         if stop - start != over.shape[dim]:  # not all rows at once
             chunk = (*[slice(None)] * dim, slice(start, stop))  # rows start to stop along dim
-            part, after = ({key: column[chunk] for key, column in c.items()} for c in (root, following))
-            unknown = None if unknown is None else unknown[chunk]
+            part = {key: column[chunk] for key, column in root.items()}
+            after = {key: column[chunk] for key, column in following.items()}
             over = over[chunk]
+            if unknown is not None:
+                unknown = unknown[chunk]
 
-        after = {
-            key: fill_missing(
-                column, part[key], unknown, partial(_warn_of_nan, inputs.warn, key, unknown, over)
-            )
-            for key, column in after.items()
-        }
+        filled: Columns = {}
+        for key, column in after.items():
+            warn = partial(_warn_of_nan, inputs.warn, key, unknown, over)
+            filled[key] = fill_missing(column, part[key], unknown, warn)
 
         # of the chunk: count is where dim 0 is split below
         count = len(over)
         shape = over.shape
         if one_call and over.numel() <= _FEW_ROWS and sum(c.nbytes for c in part.values()) <= _FEW_BYTES:
             # Observations first, then next observations, in a single call.
-            pairs = {key: torch.cat([column, after[key]]) for key, column in part.items()}
-            both = value_of(network.module, pairs, torch.Size([2 * count, *shape[1:]]), inputs.value_key, now)
+            pairs = {key: torch.cat([column, filled[key]]) for key, column in part.items()}
+            both = evaluate_network(
+                network.module, pairs, torch.Size([2 * count, *shape[1:]]), inputs.value_key, now
+            )
             values.append(both[:count])
             next_values.append(both[count:])
             continue
 
         if value is None:
-            values.append(value_of(network.module, part, shape, inputs.value_key, now))
-        next_values.append(value_of(network.module, after, shape, inputs.value_key, then))
+            values.append(evaluate_network(network.module, part, shape, inputs.value_key, now))
+        next_values.append(evaluate_network(network.module, filled, shape, inputs.value_key, then))
 
-    value, next_value = (c[0] if len(c) == 1 else torch.cat(c, dim) for c in (values, next_values))
+    if value is None:
+        value = values[0] if len(values) == 1 else torch.cat(values, dim)
+    next_value = next_values[0] if len(next_values) == 1 else torch.cat(next_values, dim)
     return Values(value, zeroed(next_value, at.terminated))
 
 
@@ -376,37 +388,31 @@ def _flatten(
     """Return the observations with all batch dims flattened, and the other inputs of recurrent modules."""
     batch = inputs.batch
     dims = inputs.batch.batch_dims
-    next_final = {} if final is None else final.next
-    if final is not None and next_final and final.row is None:
-        raise KeyError(
-            "final has no entry 'row', the rows of the batch that its next observations follow: pass "
-            "collector.final as it came with the batch"
-        )
+
+    next_final: Columns = {}
+    final_row = None
+    if final is not None and final.next:
+        next_final = final.next
+        final_row = final.row
+        if final_row is None:
+            raise KeyError(
+                "final has no entry 'row', the rows of the batch that its next observations follow: pass "
+                "collector.final as it came with the batch"
+            )
 
     columns = {key: flat_rows(column, dims) for key, column in root.items()}
     starts = None
-
     # For recurrent modules the computed boundaries, not the markers of the batch, say where runs start.
     if network.recurrent:
-        starts = starts_from(inputs.at.ends.reshape(-1)).unsqueeze(-1)
+        is_init = starts_from(inputs.at.ends.reshape(-1)).unsqueeze(-1)
         states = {key: batch.get(key, None) for key in network.states}
         columns |= {key: flat_rows(column, dims) for key, column in states.items() if column is not None}
-        columns[network.is_init_key] = starts
+        columns[network.is_init_key] = is_init
+        starts = (network.is_init_key, is_init)
 
-    if final is not None and next_final:
-        final_row = final.row
-    else:
-        final_row = None
-
-    if inputs.at.unknown is None:
-        unknown = None
-    else:
-        unknown = inputs.at.unknown.reshape(-1)
-
-    if starts is None:
-        marked = None
-    else:
-        marked = (network.is_init_key, starts)
+    unknown = inputs.at.unknown
+    if unknown is not None:
+        unknown = unknown.reshape(-1)
 
     return Observations(
         root=columns,
@@ -415,7 +421,7 @@ def _flatten(
         final_row=final_row,
         nowhere=[key for key in root if key not in following and key not in next_final],
         unknown=unknown,
-        starts=marked,
+        starts=starts,
     )
 
 
@@ -425,6 +431,7 @@ def _over_stream(
     """Both values from one call over the extended stream; ``value`` of the rows, if it is known, is kept."""
     at = inputs.at
     network = inputs.network
+
     valid = None
     count = at.ends.numel()
     first = 0
@@ -447,21 +454,22 @@ def _over_stream(
                 first = count
                 known = [flat_rows(value, inputs.batch.batch_dims)]
 
-    evaluated = _values_at_places(inputs, observations, stream, parameters, first)
     # The values at the places of the rows, and at the place after each.
+    evaluated = _values_at_places(inputs, observations, stream, parameters, first)
     if known:
-        all_values = torch.cat([*known, evaluated])
-    else:
-        all_values = evaluated
-    now, next_value = stream.split(all_values)
+        evaluated = torch.cat([*known, evaluated])
+    now, next_value = stream.split(evaluated)
+
     shape = (*inputs.batch.batch_size, *now.shape[1:])
     now = now.reshape(shape)
     next_value = next_value.reshape(shape)
+
     if valid is not None:  # a row without a place has the value of another row
         now = torch.where(broadcast_like(valid, now), now, 0.0)
-    if value is None:
-        value = now
-    return Values(value, zeroed(next_value, at.terminated), valid)
+    if value is not None:
+        now = value
+
+    return Values(now, zeroed(next_value, at.terminated), valid)
 
 
 def _values_at_places(
@@ -477,11 +485,9 @@ def _values_at_places(
     ends = inputs.at.ends.reshape(-1)
 
     # A recurrent network must see each run in one chunk.
+    stops = None
     if inputs.network.recurrent and not chunks.whole:
         stops = stream.stops(ends)
-    else:
-        stops = None
-
     # Rows per index of the dim that is split: all batch dims are flattened here.
     each = len(ends) // max(inputs.batch.shape[chunks.along(inputs.batch.batch_dims)], 1)
 
@@ -491,7 +497,7 @@ def _values_at_places(
     values = []
     for start, stop in chunks.spans(stream.places, stops, each=each, first=first):
         columns = _columns_at_places(inputs, observations, stream, start, stop)
-        values.append(value_of(module, columns, torch.Size([stop - start]), key, parameters))
+        values.append(evaluate_network(module, columns, torch.Size([stop - start]), key, parameters))
 
     if len(values) == 1:
         return values[0]
@@ -509,14 +515,15 @@ def _columns_at_places(
 
         after = stream.after[max(start - count, 0) : stop - count]
         inserted = next_observations(inputs, observations, after)
+        for key, column in observations.root.items():
+            if key not in inserted:
+                inserted[key] = column[after]
         if start >= count:  # only inserted places
-            return {
-                key: inserted[key] if key in inserted else c[after] for key, c in observations.root.items()
-            }
+            return inserted
 
         return {
-            key: torch.cat([c[start:], inserted[key].to(c.dtype) if key in inserted else c[after]])
-            for key, c in observations.root.items()
+            key: torch.cat([column[start:], inserted[key].to(column.dtype)])
+            for key, column in observations.root.items()
         }
 
     rows = stream.source[start:stop]
@@ -532,9 +539,11 @@ def _columns_at_places(
     high = len(places)
     if (start, stop) != (0, stream.places):
         low, high = torch.searchsorted(places, places.new_tensor([start, stop])).tolist()
+
     local = places[low:high] - start  # indices within this chunk
     for key, column in next_observations(inputs, observations, stream.after[low:high]).items():
         columns[key][local] = column.to(columns[key].dtype)
+
     return columns
 
 
@@ -546,25 +555,22 @@ def next_observations(
     Rows that are not ``chosen`` (bool ``[M]``; None is all) get their own observation.
     """
     columns: Columns = {}
-    # Rows that fall back to their own observation: the env hid the next one, it is not chosen, or final lacks it.
-    if observations.unknown is None:
-        hidden = None
-    else:
-        hidden = observations.unknown[rows]
 
+    # Rows that fall back to their own observation: the env hid the next one, it is not chosen, or final lacks it.
+    hidden = None
+    if observations.unknown is not None:
+        hidden = observations.unknown[rows]
     if chosen is not None:
         hidden = ~chosen if hidden is None else hidden | ~chosen
+
     # Sources of next observations: columns by key, the index of each row in them, and the rows for which they
     # are invalid.
     sources = [(observations.next, rows, hidden)]
-
     if observations.final_row is not None and len(observations.final_row):
         place, missing = _places_in_final(observations.final_row, rows)
-        if hidden is None:
-            needed = missing
-        else:
-            needed = hidden | missing
-        sources.append((observations.final, place, needed))
+        if hidden is not None:
+            missing = hidden | missing
+        sources.append((observations.final, place, missing))
 
     for source, place, lost in sources:
         for key, column in source.items():
@@ -575,7 +581,11 @@ def next_observations(
     if observations.starts is not None:  # an inserted place continues the previous run, so it is not a start
         key, starts = observations.starts
         start = starts.index_select(0, rows)
-        columns[key] = torch.zeros_like(start) if chosen is None else start & ~chosen.unsqueeze(-1)
+        if chosen is None:
+            columns[key] = torch.zeros_like(start)
+        else:
+            columns[key] = start & ~chosen.unsqueeze(-1)
+
     return columns
 
 
@@ -647,7 +657,6 @@ def _warn_of_nan(
     warn: Callable[[str], None], key: NestedKey, hidden: Tensor | None, over: Tensor | None, nan: Tensor
 ) -> None:
     """Warn about NaN in next observations, except in rows that are hidden or ``over``, which do not count."""
-    # Rows with any NaN are reported.
     if hidden is None:
         silent = over
     elif over is None:
@@ -655,13 +664,12 @@ def _warn_of_nan(
     else:
         silent = hidden | over
 
+    # Rows with any NaN are reported.
     if silent is None:
-        shape = nan.shape[:1]
+        rows = nan.reshape(*nan.shape[:1], -1).any(-1)
     else:
-        shape = silent.shape
-    rows = nan.reshape(*shape, -1).any(-1)
+        rows = nan.reshape(*silent.shape, -1).any(-1) & ~silent
 
-    rows = rows if silent is None else rows & ~silent
     if bool(rows.any()):
         warn(
             f"batch[{next_key(key)!r}] is NaN in {int(rows.sum())} rows that are not terminated: the row's own "
@@ -670,7 +678,7 @@ def _warn_of_nan(
         )
 
 
-def value_of(
+def evaluate_network(
     network: TensorDictModuleBase,
     columns: Mapping[NestedKey, Tensor],
     shape: torch.Size,
@@ -683,21 +691,20 @@ def value_of(
     value has no trailing dim.
     """
     # The parameters replace the network's own only during the call.
-    if parameters is None:
-        weights = nullcontext()
-    else:
-        weights = parameters.to_module(network)
-    with weights:
+    with nullcontext() if parameters is None else parameters.to_module(network):
         out = call_network(network, TensorDict(dict(columns), batch_size=shape))
+
     value: Tensor | None = out.get(value_key, None)
     if value is None:
         raise KeyError(
             f"value_network wrote no entry {value_key!r}: its out_keys are {list(network.out_keys)}; "
             "name the one that holds the value with value_key="
         )
+
     if value.ndim == len(shape):
         raise ValueError(
             f"value_network, given a batch of {tuple(shape)}, must write {value_key!r} of shape {(*shape, 1)}, "
             f"got {tuple(value.shape)}"
         )
+
     return value

@@ -49,6 +49,7 @@ def true_indices(mask: Tensor) -> Tensor:
     flat = mask.reshape(-1)
     if flat.device.type == "cpu" and type(flat) is Tensor and not is_tracing():
         return torch.from_numpy(np.flatnonzero(flat.numpy()))  # torch is six times slower
+
     return flat.nonzero().squeeze(-1)
 
 
@@ -61,7 +62,8 @@ def run_stops(ends: Tensor, position: Tensor | None = None, places: int | None =
     [2, 4]
     """
     first = true_indices(ends[:-1]) + 1  # the first row of every run except the first
-    first = first if position is None else position[first]
+    if position is not None:
+        first = position[first]
     if places is None:
         places = len(ends)
     return torch.cat([first, first.new_tensor([places])])
@@ -186,6 +188,7 @@ class Budgeted(Interleaved):
 
         # First place of each series.
         first = length * torch.arange(count, device=bootstrapped.device).unsqueeze(-1)
+
         return cls(
             position=(slot.clamp(max=length - 1) + first).reshape(-1),
             source=source[:, :length].reshape(-1),

@@ -55,12 +55,14 @@ def check_steps(batch: TensorDictBase, at: Boundaries, step_key: NestedKey, mask
     follows |= at.terminated.reshape(-1).numpy()[:-1]
     if get_entry(batch, mask_key) is not None:
         follows |= ~marker(batch, mask_key).reshape(-1).numpy()[:-1]
+
     gaps = np.flatnonzero(~follows)
     if len(gaps):
         row = int(gaps[0])
         raise ValueError(
             f"{_name_row(batch, row)}: {step_key!r} is {numbers[row + 1]} after {numbers[row]}. {_WAY_OUT}"
         )
+
     return True
 
 
@@ -86,11 +88,11 @@ def check_observations(batch: TensorDictBase, at: Boundaries, observed: Sequence
     every = max((count - 1) // _PAIRS, 1)
     here: Any = slice(0, count - 1, every)
     behind: Any = slice(1, None, every)
-
     if len(size) > 1:
         numbers = np.arange(count)
         here = np.unravel_index(numbers[here], size)
         behind = np.unravel_index(numbers[behind], size)
+
     follows: Array = at.ends.numpy()[here]
     unequal = np.zeros_like(follows)
 
@@ -104,14 +106,15 @@ def check_observations(batch: TensorDictBase, at: Boundaries, observed: Sequence
 
     if follows[unequal].all():
         return
+
     # Rarely reached: deltas of low precision, NaN, and errors.
     follows = follows | at.terminated.numpy()[here]
     rows = torch.arange(count)[: count - 1 : every]
     flat = [(root.detach().reshape(count, -1), after.detach().reshape(count, -1)) for root, after in columns]
     followed = torch.stack([follow(root[rows], after[rows], root[rows + 1]) for root, after in flat]).all(0)
     wrong = rows[~(followed | torch.from_numpy(follows))].tolist()
-    searched = _SEARCHED // max(sum(root[0].nbytes for root, _ in flat), 1)
 
+    searched = _SEARCHED // max(sum(root[0].nbytes for root, _ in flat), 1)
     for row in wrong[:4]:
         found = torch.stack([(root[:searched] == after[row]).all(1) for root, after in flat]).all(0)
         if bool(found.any()):
@@ -131,7 +134,9 @@ def check_runs(
     single = at.ends & ~at.terminated
     if get_entry(batch, done_key) is not None:
         single &= ~marker(batch, done_key)
-    if (alone := int(single.sum())) >= 0.9 * count:
+
+    alone = int(single.sum())
+    if alone >= 0.9 * count:
         warn(
             f"{alone} of {count} rows are runs of one row that are not done, so there is nothing to sum along: call "
             "the estimator before rows are stored or shuffled, sample slices (SliceSampler), or use TD0Estimator"
@@ -142,11 +147,8 @@ def _bits(column: Tensor) -> Array:
     """Return the column as an array for bitwise comparison: NumPy has no bfloat16."""
     column = column.detach()
     if column.dtype is torch.bfloat16:
-        bits = column.view(torch.int16)
-    else:
-        bits = column
-    array: Array = bits.numpy()
-
+        column = column.view(torch.int16)
+    array: Array = column.numpy()
     return array
 
 

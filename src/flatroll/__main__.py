@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return demo(words[1:])
         if words[:1] == ["run"] and words[1:2] not in ([], ["-h"], ["--help"]):  # so do these programs
             return run_program(words[1], words[2:])
+
         arguments = build_parser().parse_args(words)
         return int(arguments.run(arguments))
     except CommandError as error:
@@ -57,7 +58,7 @@ class CommandError(Exception):
     """Wrong usage that is found only after the arguments are parsed."""
 
 
-def unknown_name(kind: str, names: Sequence[str], known: Iterable[str]) -> CommandError:
+def unknown_name_error(kind: str, names: Sequence[str], known: Iterable[str]) -> CommandError:
     """Return the error for unknown names; it lists the known names and the closest match."""
     known = list(known)
     near = get_close_matches(names[0], known, 1)  # not `checks.did_you_mean`: that would import torch
@@ -116,7 +117,7 @@ def run_program(name: str, argv: list[str]) -> int:
     from flatroll.examples.common import parse, programs
 
     if name not in (known := programs()):
-        raise unknown_name("program", [name], known)
+        raise unknown_name_error("program", [name], known)
     parse(name, argv)  # --help and usage errors exit here, before torch is imported
     return int(import_module(f"flatroll.examples.{name}").main(argv))
 
@@ -136,7 +137,6 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     except RuntimeError as error:
         if "pickle" not in str(error):
             raise
-
         raise CommandError(
             f"{path} has pickled entries, which can run code chosen by their author: if you trust them, load them with "
             "TensorDict.load_memmap(PATH, allow_pickle=True) and call flatroll.layout.describe"
@@ -147,8 +147,10 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     if findings:
         print(findings)
     print(f"audit: {len(findings)} findings in {batch.batch_size.numel()} rows")
+
     if arguments.plot is not None:
         save_timeline(batch, arguments.plot)
+
     if any(finding.severity == "error" for finding in findings):
         return 1
     return 0
@@ -166,7 +168,6 @@ def run_inspect_folder(arguments: argparse.Namespace) -> int:
             raise CommandError(
                 f"{path} is in another library's format: flatroll.export.{reader}({str(path)!r}) reads it"
             ) from None
-
         raise CommandError(
             "PATH must be a folder of rows and versions, or a directory written by TensorDict.memmap (it holds "
             f"meta.json), got {path}: {error}"
@@ -198,13 +199,11 @@ def exported_by(path: Path) -> str | None:
     files = {".parquet": "import_parquet", ".arrow": "import_arrow", ".h5": "import_h5", ".hdf5": "import_h5"}
     if path.is_file():
         return files.get(path.suffix)
-
     folders = {
         "meta/info.json": "import_lerobot",
         "metadata.json": "import_minari",
         "data/metadata.json": "import_minari",
     }
-
     return next((reader for name, reader in folders.items() if (path / name).is_file()), None)
 
 
@@ -221,7 +220,6 @@ def save_timeline(batch: TensorDictBase, file: Path) -> None:
         figure.savefig(file, bbox_inches="tight")
     except (KeyError, ValueError) as error:
         raise CommandError(f"--plot {file}: {error.args[0]}") from None
-
     print(f"timeline saved to {file}")
 
 
@@ -231,7 +229,8 @@ def run_bench(arguments: argparse.Namespace) -> int:
     names = [name.removeprefix(BENCH_PREFIX) for name in arguments.names] or list(known)
     unknown = sorted(set(names) - set(known))
     if unknown:
-        raise unknown_name("benchmark", unknown, known)
+        raise unknown_name_error("benchmark", unknown, known)
+
     if arguments.list:
         print("\n".join(names))
         return 0
@@ -240,7 +239,6 @@ def run_bench(arguments: argparse.Namespace) -> int:
     failed = [name for name, command in commands.items() if not run_and_keep(name, command, arguments.out)]
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
-    if failed:
         return 1
     return 0
 
@@ -252,13 +250,11 @@ def run_compile(arguments: argparse.Namespace) -> int:
     begun = time.perf_counter()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # frames are read by a kernel only then
-
     try:
         use_batches()
         use_steps()
     finally:
         torch.set_num_threads(threads)
-
     print(f"compiled in {time.perf_counter() - begun:.0f} s")
     return 0
 
@@ -299,7 +295,6 @@ def use_batches() -> None:
                 storage = buffers.DiskStorage(64, f"{folder}/rows")
             buffer = buffers.ReplayBuffer(storage=storage, sampler=sampler, batch_size=16, **others)
             env = StepCounter(ScriptedVectorEnv(Script(2, lengths=[5, 9])))
-
             for batch in Collector(env, frames_per_batch=40, total_frames=160):
                 buffer.extend(batch)
                 sample = buffer.sample()
@@ -307,7 +302,6 @@ def use_batches() -> None:
                     gae(sample)
                 if isinstance(sampler, buffers.PrioritizedSampler):
                     buffer.update_priority(torch.arange(3), torch.rand(3))
-
             buffer.dumps(f"{folder}/{number}")
             buffer.loads(f"{folder}/{number}")
 
@@ -324,7 +318,7 @@ def use_steps() -> None:
     from tensordict import TensorDict
 
     from flatroll import buffers
-    from flatroll.disk.tensor_file import checksum_of
+    from flatroll.disk.tensor_file import compute_checksum
     from flatroll.kernels.rows.row_index import HashedRows
     from flatroll.kernels.rows.words import hash_words
     from flatroll.trees import MCTSForest
@@ -334,7 +328,6 @@ def use_steps() -> None:
         goal_key="observation",
         achieved_goal_key="observation",
     )
-
     kinds: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"compact_obs": True, "frame_stack": {"observation": 2}}, {}),
         ({"compact_obs": True}, {}),
@@ -345,7 +338,6 @@ def use_steps() -> None:
         storage = buffers.LazyTensorStorage(64, **options)
         buffer = buffers.ReplayBuffer(storage=storage, batch_size=8, **others)
         writer = buffer.writer_for(2, window=8)
-
         for step in range(50):
             # Frames of 8 bytes, which are compared as one 64-bit integer, as most images are.
             frames = torch.arange(step, step + 2, dtype=torch.uint8) + 7 * (step // 2)
@@ -355,11 +347,9 @@ def use_steps() -> None:
                 "reward": torch.zeros(2),
                 "terminated": torch.full((2,), step % 2 == 1),
             }
-
             writer.write({"observation": stack, "action": torch.zeros(2), "next": later})
             writer.sample(4)
             writer.read_columns([step, writer.oldest], [0, 1])
-
         buffer.sample()
 
     forest = MCTSForest()
@@ -371,7 +361,7 @@ def use_steps() -> None:
 
     hash_words(torch.zeros(2, 1, dtype=torch.int64))
     HashedRows(1).truncate(0)
-    checksum_of("xxh64", [memoryview(b"rows")])
+    compute_checksum("xxh64", [memoryview(b"rows")])
 
 
 def find_checkout() -> Path:
@@ -379,7 +369,6 @@ def find_checkout() -> Path:
     for folder in (CHECKOUT, Path.cwd()):
         if (folder / "src/flatroll").is_dir() and (folder / "benchmarks").is_dir():
             return folder
-
     raise CommandError(
         "benchmarks are not part of the installed package: clone the repository, and run "
         "`python -m flatroll bench` in its folder"
@@ -400,7 +389,6 @@ def run_and_keep(name: str, command: list[str], out: Path | None) -> bool:
     """Run a command in the checkout; print its output and save it to ``out``. Return whether it succeeded."""
     print(f"== {name}", flush=True)
     begun = time.perf_counter()
-
     lines: list[str] = []
     with subprocess.Popen(command, cwd=find_checkout(), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

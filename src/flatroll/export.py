@@ -32,7 +32,7 @@ from flatroll.datasets.formats.tables import (
     write_parquet,
 )
 from flatroll.datasets.progress import progress_bar
-from flatroll.layout.checks import expect, file_path, flags, one_of, whole_number
+from flatroll.layout.checks import check_choice, check_flags, check_path, check_type, check_whole_number
 from flatroll.layout.export import from_arrow, from_numpy, from_pandas, to_arrow, to_numpy, to_pandas
 from flatroll.layout.keys import is_entry
 
@@ -122,30 +122,34 @@ def export(
     ...     print(import_parquet(f"{folder}/rows.parquet")["action"])
     tensor([0, 1, 2])
     """
-    path = file_path("path", path)
+    path = check_path("path", path)
+
     if progress is not None:
-        flags(progress=progress)
-    write = _WRITERS[_format_of(path, format)]
+        check_flags(progress=progress)
+    write = _WRITERS[_check_format(path, format)]
     rows = open_source(source, chunk_rows)
     with progress_bar(rows.rows, progress, "exporting") as bar, write_beside(path) as beside:
         write(rows._replace(advance=bar.update), beside, **options)
 
 
-def _format_of(path: Path, format: str | None) -> str:
+def _check_format(path: Path, format: str | None) -> str:
     """Return the given format or the one of the path's suffix; ValueError if they disagree."""
     if format is not None:
-        one_of("format", format, _WRITERS)
+        check_choice("format", format, _WRITERS)
+
     known = _SUFFIXES.get(path.suffix.lower())
     if known is not None and format is not None and format not in known:
         raise ValueError(
             f"path {path.name!r} has the suffix of {known[0]!r}, but format={format!r} was passed: leave one "
             "of them out"
         )
+
     if known is None and format is None and path.suffix:
         raise ValueError(
             f"path must end with {', '.join(_SUFFIXES)}, got {path.name!r}; "
             f"or pass format={', '.join(_WRITERS)}"
         )
+
     return format or (known or ("parquet",))[0]
 
 
@@ -154,7 +158,7 @@ def import_parquet(path: str | Path, *, max_bytes: int = MAX_BYTES, separator: s
 
     `read_parquet` reads it in chunks.
     """
-    path = file_path("path", path)
+    path = check_path("path", path)
     return _concatenate(read_parquet(path, max_bytes=max_bytes, separator=separator), path, max_bytes)
 
 
@@ -163,7 +167,7 @@ def import_arrow(path: str | Path, *, max_bytes: int = MAX_BYTES, separator: str
 
     `read_arrow` reads it in chunks and documents compressed files.
     """
-    path = file_path("path", path)
+    path = check_path("path", path)
     return _concatenate(read_arrow(path, separator=separator), path, max_bytes)
 
 
@@ -172,15 +176,15 @@ def import_pandas(path: str | Path, *, max_bytes: int = MAX_BYTES, separator: st
 
     `read_pandas` reads it in chunks.
     """
-    path = file_path("path", path)
+    path = check_path("path", path)
     return _concatenate(read_pandas(path, max_bytes=max_bytes, separator=separator), path, max_bytes)
 
 
 def import_h5(path: str | Path, *, max_bytes: int | None = None) -> TensorDictBase:
     """Read an HDF5 file with one dataset per column as a flat batch ``[N]``. See `read_h5`."""
-    path = file_path("path", path)
+    path = check_path("path", path)
     if max_bytes is not None:
-        whole_number("max_bytes", max_bytes)
+        check_whole_number("max_bytes", max_bytes)
     return _concatenate(read_h5(path, max_bytes=max_bytes), path)
 
 
@@ -194,27 +198,26 @@ def import_minari(
 ) -> TensorDictBase:
     """Read all episodes of a Minari data set as one flat batch ``[N]``. See `read_minari`."""
     if isinstance(infos, bool) or not isinstance(infos, Collection):
-        flags(infos=infos)
-    flags(texts=texts)
+        check_flags(infos=infos)
+    check_flags(texts=texts)
     if rename is not None:
-        expect("rename", rename, Mapping, "a dict of names or None")
+        check_type("rename", rename, Mapping, "a dict of names or None")
     episodes = read_minari(source, infos=infos, rename=rename, leave_out=leave_out, texts=texts)
-
     return _concatenate(episodes, source)
 
 
 def import_lerobot(path: str | Path) -> TensorDictBase:
     """Read all episodes of a LeRobot v3 folder as one flat batch ``[N]``. See `read_lerobot`."""
-    path = file_path("path", path)
+    path = check_path("path", path)
     return _concatenate(read_lerobot(path), path)
 
 
 def _concatenate(parts: Iterator[TensorDict], path: Any, max_bytes: int | None = None) -> TensorDictBase:
     if max_bytes is not None:
-        whole_number("max_bytes", max_bytes)
-
+        check_whole_number("max_bytes", max_bytes)
     found: list[TensorDict] = []
     size = 0
+
     try:
         for part in parts:
             _check_alike(found, part)
@@ -230,11 +233,9 @@ def _concatenate(parts: Iterator[TensorDict], path: Any, max_bytes: int | None =
 
     if not found:
         raise ValueError(f"{path} has no rows")
-    if len(found) > 1:
-        batch = TensorDict.cat(found)
-    else:
-        batch = found[0]
-    return cast(TensorDictBase, batch)
+
+    joined = TensorDict.cat(found) if len(found) > 1 else found[0]
+    return cast(TensorDictBase, joined)
 
 
 def _check_alike(parts: list[TensorDict], part: TensorDict) -> None:
@@ -242,17 +243,8 @@ def _check_alike(parts: list[TensorDict], part: TensorDict) -> None:
     if not parts:
         return
 
-    forms = []
-    for one in (parts[0], part):
-        columns = ((key, one.get(key)) for key in one.keys(True, True, is_leaf=is_entry))
-        forms.append(
-            {
-                key: (column.dtype, list(column.shape[1:])) if isinstance(column, Tensor) else type(column)
-                for key, column in columns
-            }
-        )
-
-    first, other = forms
+    first = _row_form(parts[0])
+    other = _row_form(part)
     if differing := [key for key in {**first, **other} if first.get(key) != other.get(key)]:
         key = differing[0]
         rows = sum(map(len, parts))
@@ -260,6 +252,18 @@ def _check_alike(parts: list[TensorDict], part: TensorDict) -> None:
             f"entry {key!r} is {other.get(key, 'missing')} from row {rows} on, before it was "
             f"{first.get(key, 'missing')}: read the parts one by one"
         )
+
+
+def _row_form(rows: TensorDict) -> dict[Any, Any]:
+    """Return the dtype and shape of a row by key; of what is not a tensor, its type."""
+    form: dict[Any, Any] = {}
+    for key in rows.keys(True, True, is_leaf=is_entry):
+        column = rows.get(key)
+        if isinstance(column, Tensor):
+            form[key] = (column.dtype, list(column.shape[1:]))
+        else:
+            form[key] = type(column)
+    return form
 
 
 class _Callable(ModuleType):

@@ -4,15 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from forms import examples
+from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
 
-EXAMPLES = settings(
-    max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
-)
+EXAMPLES = examples(25, stateful_step_count=25, suppress_health_check=list(HealthCheck))
 
 
 #: Which ids there are, and which markers are not: boundaries must come out alike.
@@ -159,7 +158,7 @@ class Machine(RuleBasedStateMachine):
             step = stored[chain[0]]
             named.setdefault(step.traj if self.ids == "unique" else step.writer, []).extend(chain)
         for name, rows in named.items():
-            assert not self.ids or index.rows_of(name).tolist() == rows
+            assert not self.ids or index.find_rows(name).tolist() == rows
 
     @invariant()
     def pool_holds_only_what_no_row_holds(self) -> None:

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from typing import Any
 
+import interpreters
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
@@ -361,7 +362,6 @@ def test_bad_arguments_are_refused() -> None:
 
 def test_random_sampling_keeps_no_index_and_needs_no_numba() -> None:
     """Plain storage and random rows: extend and sample leave numba alone."""
-    import subprocess
     import sys
 
     code = (
@@ -374,8 +374,8 @@ def test_random_sampling_keeps_no_index_and_needs_no_numba() -> None:
         "assert b.index is None\n"
         "print(sorted({'numba', 'envpool', 'ray', 'triton', 'matplotlib'} & (set(sys.modules) - theirs)))\n"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": "src"}
+    found = interpreters.run(
+        [sys.executable, "-c", code], check=True, env={"PYTHONPATH": "src"}, kind=interpreters.OfLibraries
     )
     assert found.stdout.strip() == "[]"
 

@@ -4,12 +4,12 @@ import copy
 import multiprocessing
 import os
 import pickle
-import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
+import interpreters
 import pytest
 import torch
 from tensordict import TensorDict
@@ -121,9 +121,7 @@ def test_the_references_example_and_two_writers(method: str, tmp_path: Path) -> 
     script = tmp_path / "example.py"
     script.write_text(EXAMPLE)
     run = [sys.executable, str(script), method]
-    found = subprocess.run(
-        run, capture_output=True, text=True, env={"PYTHONPATH": str(Path("src").absolute())}
-    )
+    found = interpreters.run(run, env={"PYTHONPATH": str(Path("src").absolute())})
     assert found.returncode == 0 and found.stdout.strip() == "no row lost", found.stderr
 
 

@@ -2,15 +2,16 @@
 
 import copy
 import io
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import interpreters
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from resume_product import same
 from tensordict import TensorDict
@@ -87,6 +88,7 @@ STORAGES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("prefetch", [None, 2])
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -125,7 +127,7 @@ def test_a_state_loads_in_a_new_process(world: Any, tmp_path: Path) -> None:
         buffer.load_state_dict(torch.load({str(tmp_path / "state.pt")!r}))
         torch.save([buffer.sample(return_info=True) for _ in range(3)], {str(tmp_path / "samples.pt")!r})
     """
-    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": "src"})
+    interpreters.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": "src"})
     assert same(torch.load(tmp_path / "samples.pt", weights_only=False), drawn(buffer, 3))
 
 
@@ -211,7 +213,7 @@ def test_the_best_rows_stay_the_best() -> None:
 # -- what comes after ----------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@examples(25, derandomize=True)
 @given(
     windows=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), min_size=1, max_size=14),
     later=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), max_size=8),

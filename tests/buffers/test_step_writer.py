@@ -13,8 +13,9 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from forms import examples
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
@@ -579,6 +580,7 @@ def test_resets_in_place_of_last_observations_are_told_in_any_window(window: int
             writer.write(step)
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("places", [2, 3, 1000])
 @pytest.mark.parametrize("window", [1, 4, 50])
 @pytest.mark.parametrize("seed", range(4))
@@ -649,7 +651,7 @@ def test_flags_are_filled_in(given_flags: dict[str, Any], expected: dict[str, An
     assert {key: column.flatten().tolist() for key, column in rows.items()} == given_flags | expected
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(data=st.data())
 def test_whatever_is_done_the_rows_are_right(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 4), "envs")

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
@@ -45,7 +46,7 @@ def top(capacity: int, **options: Any) -> ReplayBuffer:
 # -- the best rows ---------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@examples(60, derandomize=True)
 @given(
     st.integers(1, 6),
     st.lists(st.lists(st.integers(-5, 5), min_size=1, max_size=9), min_size=1, max_size=8),

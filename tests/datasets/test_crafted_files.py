@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forms import scaled
 from scripts import run_script
 
 
 def test_mutated_files_of_our_own_form() -> None:
     """``python tests/support/crafted_files.py 2000 SEED`` goes on for longer."""
     pytest.importorskip("zstandard")
-    run_script("crafted_files", 3)
+    run_script("crafted_files", scaled(quick=2, long=40))
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from tensordict import TensorDict, TensorDictBase
 from flatroll import export as module
 from flatroll.buffers import LazyTensorStorage, ListStorage, ReplayBuffer
 from flatroll.datasets import read_rlds
-from flatroll.datasets.formats.sources import episodes_of, open_source
+from flatroll.datasets.formats.sources import open_source, read_episodes
 from flatroll.layout import TRAJ_IDS, audit
 from flatroll.rollouts import Collector, batch_spec
 
@@ -218,7 +218,7 @@ def test_observations_alone_join_no_runs(count: int, first: bool, lengths: list[
         },
         [5],
     )
-    assert [len(episode) for episode in episodes_of(open_source(rows))] == lengths
+    assert [len(episode) for episode in read_episodes(open_source(rows))] == lengths
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,7 @@ def check_equal(rows: TensorDictBase, again: TensorDictBase) -> None:
         assert torch.equal(rows[key], again[key]), key
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("data_format", ["hdf5", "arrow", "parquet"])
 @pytest.mark.parametrize("name", SPACES)
 @pytest.mark.parametrize("of", ["observation", "action"])

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from flatroll.datasets import BaseDatasetExperienceReplay, convert
-from flatroll.datasets.preprocess import _stamp_of
+from flatroll.datasets.preprocess import _fingerprint
 
 
 def make(path: Path) -> BaseDatasetExperienceReplay:
@@ -89,19 +89,19 @@ MAKERS: list[Callable[[Any], Any]] = [
 
 @pytest.mark.parametrize("maker", MAKERS)
 def test_a_function_is_known_by_what_it_holds(maker: Callable[[Any], Any]) -> None:
-    assert _stamp_of(maker(1.0)) == _stamp_of(maker(1.0)) != _stamp_of(maker(2.0))
+    assert _fingerprint(maker(1.0)) == _fingerprint(maker(1.0)) != _fingerprint(maker(2.0))
 
 
 def test_what_cannot_be_compared_is_like_nothing() -> None:
     lock = threading.Lock()
-    assert _stamp_of(closure(lock)) != _stamp_of(closure(lock))
+    assert _fingerprint(closure(lock)) != _fingerprint(closure(lock))
     ring: list[Any] = [1.0]
     ring.append(ring)
-    assert _stamp_of(closure(ring)) == _stamp_of(closure(ring))
-    assert _stamp_of(closure(1)) != _stamp_of(closure(True)) != _stamp_of(closure("1"))
-    assert _stamp_of(closure(torch.zeros(2, 1))) != _stamp_of(closure(torch.zeros(1, 2)))
+    assert _fingerprint(closure(ring)) == _fingerprint(closure(ring))
+    assert _fingerprint(closure(1)) != _fingerprint(closure(True)) != _fingerprint(closure("1"))
+    assert _fingerprint(closure(torch.zeros(2, 1))) != _fingerprint(closure(torch.zeros(1, 2)))
     # Alike but for the name of the method.
-    assert _stamp_of(closure(lambda x: x.abs())) != _stamp_of(closure(lambda x: x.neg()))
+    assert _fingerprint(closure(lambda x: x.abs())) != _fingerprint(closure(lambda x: x.neg()))
 
 
 def test_pieces_of_other_data_are_not_mixed_in(tmp_path: Path) -> None:

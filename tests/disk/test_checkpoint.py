@@ -1,12 +1,12 @@
 """A whole run is saved as one version, and goes on from it; whatever does not fit changes nothing."""
 
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
+import interpreters
 import numpy as np
 import pytest
 import torch
@@ -205,12 +205,9 @@ def test_without_a_buffer_and_without_generators(tmp_path: Path) -> None:
 
 def test_the_example_ends_at_the_same_weights_whatever_kills_it(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "flatroll.examples.disk.resume_training", str(tmp_path / "run")]
-    done = subprocess.run(
+    done = interpreters.run(
         [*command, "--demo-kill", "--episodes", "8"],
         check=True,
-        capture_output=True,
-        text=True,
-        timeout=600,
         env={"PYTHONPATH": "src"},
     )
     last = done.stdout.splitlines()[-1]

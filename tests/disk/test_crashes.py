@@ -3,11 +3,11 @@
 import errno
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import interpreters
 import pytest
 import torch
 from disk_recorder import (
@@ -107,13 +107,9 @@ def test_what_a_manifest_names_is_on_the_disk_before_it(log: bool, tmp_path: Pat
 
 def test_a_killed_process_leaves_the_acknowledged_version_or_the_next(tmp_path: Path) -> None:
     """With a reader beside it; ``python tests/support/kill_savers.py 200`` kills more."""
-    done = subprocess.run(
+    done = interpreters.run(
         [sys.executable, SUPPORT / "kill_savers.py", "6"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(SUPPORT)]), "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "'kills': 6" in done.stdout

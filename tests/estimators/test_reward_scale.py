@@ -8,9 +8,10 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from forms import examples
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.wrappers.vector import NormalizeReward
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
@@ -78,7 +79,7 @@ def test_windows_joined_to_one_batch_are_the_same() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.floats(-100, 100)), max_size=40), st.data())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_rows_of_any_trajectories_in_any_windows(
     rows: list[tuple[int, bool, float]], data: st.DataObject
 ) -> None:

@@ -42,6 +42,8 @@ SMALL = {
 SHARED = "--episodes 2 --log-every 1 --eval-every 200 --save-every 100"
 #: Packages that some need, besides those of every installation.
 NEEDS = {"offline_iql": ("minari", "torchrl"), "ppo_pixels": ("envpool",)}
+#: One program of each family, on rows and on sequences, on and off the policy: these are killed in the quick form, too.
+FAMILIES = ("ppo_masked", "recurrent_ppo", "dqn")
 #: Those whose envs take a seed at each reset.
 DETERMINISTIC = [
     "dqn",
@@ -179,7 +181,9 @@ def run_and_die(name: str, options: list[str]) -> None:
     import_module(f"flatroll.examples.{name}").main(options)
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAMILIES else pytest.mark.long) for name in SMALL]
+)
 def test_a_killed_run_goes_on_and_ends_at_the_same_weights(
     name: str, finished: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -2,9 +2,10 @@
 
 import importlib.util
 import os
-import subprocess
 import sys
 from pathlib import Path
+
+import interpreters
 
 from flatroll.kernels import compiled as kept
 
@@ -41,7 +42,7 @@ def test_the_first_kernel_that_is_compiled_says_so_once_and_loading_says_nothing
         paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ""), str(SOURCES)])
         environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": paths}
         run = [sys.executable, "-c", program]
-        return subprocess.run(run, env=environment, check=True, capture_output=True, text=True).stderr
+        return interpreters.run(run, kind=interpreters.OfLibraries, env=environment, check=True).stderr
 
     expected = (
         "flatroll: compiling kernels that were not used on this machine before (some seconds; "

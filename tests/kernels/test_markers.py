@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import Tensor
@@ -13,7 +14,7 @@ from flatroll.kernels.slices.drawing import mark
 from flatroll.layout import run_ends
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(data=st.data())
 def test_pieces_end_where_runs_end_and_where_they_are_cut(data: st.DataObject) -> None:
     rows = data.draw(st.integers(1, 12))

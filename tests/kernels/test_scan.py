@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
@@ -39,7 +40,7 @@ def random_ends(rows: int, share: float = 0.3, seed: int = 0) -> Tensor:
 
 
 @FORMS
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     ends=st.lists(st.booleans(), min_size=1, max_size=40),
     features=st.sampled_from([(), (1,), (3,), (2, 3)]),

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flatroll.kernels.trees import sum_tree
@@ -43,7 +44,7 @@ def made(capacity: int, steps: list[Any]) -> tuple[SumTree, list[float]]:
     return tree, model
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60, derandomize=True)
 @given(changes())
 def test_tree_equals_the_list_of_its_weights(case: tuple[int, list[Any]]) -> None:
     capacity, steps = case
@@ -56,7 +57,7 @@ def test_tree_equals_the_list_of_its_weights(case: tuple[int, list[Any]]) -> Non
     assert np.array_equal(tree.nodes, fresh.nodes)  # whatever the way there
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60, derandomize=True)
 @given(changes(), st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=20))
 def test_a_share_falls_into_the_weight_that_reaches_it(
     case: tuple[int, list[Any]], shares: list[float]

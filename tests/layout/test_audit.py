@@ -2,7 +2,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
@@ -301,7 +302,7 @@ def test_findings_of_one_kind_share_a_line(batch):
     assert lines[1:] == [str(finding) for finding in audit(batch)[2:]] and "[nan]" in lines[1]
 
 
-@settings(deadline=None)
+@examples(100)
 @given(data=st.data())
 def test_collected_batches_of_any_shape_are_sound(make, data):
     runs = []

@@ -2,7 +2,8 @@ from itertools import combinations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,7 +44,7 @@ def test_the_table_of_the_contract():
     assert run_starts(batch).int().tolist() == [1, 0, 1, 0, 1, 0, 1, 0]
 
 
-@settings(deadline=None)
+@examples(100)
 @given(data=st.data())
 def test_any_subset_of_the_markers_in_any_shape(data):
     lead = data.draw(st.sampled_from([(), (1,), (3,), (2, 2)]))

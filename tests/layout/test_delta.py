@@ -1,7 +1,8 @@
 import gymnasium as gym
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
@@ -39,7 +40,7 @@ def test_bool_comes_back_exactly():
     assert torch.equal(decode_delta(obs, delta), following)
 
 
-@settings(deadline=None)
+@examples(100)
 @given(
     pair=st.lists(st.tuples(st.floats(-1e4, 1e4, width=32), st.floats(-1e4, 1e4, width=32)), min_size=1),
     obs_dtype=st.sampled_from(FLOATS),

@@ -30,7 +30,7 @@ def test_every_kind_of_row_in_a_collected_batch(batch):
     assert says(batch, 0) == [
         "Row 0 of 14 (trajectory 0, step 0): the first of the 4 rows 0..3, which are one run.",
         "It starts the run: an episode begins here (first row of the batch).",
-        "It is inside the run: returns and advantages go on to row 1.",
+        "It is inside the run: returns and advantages continue to row 1.",
         f"{own}, a copy of the observation of row 1.",
     ]
     assert says(batch, 3)[1:] == [
@@ -50,7 +50,7 @@ def test_every_kind_of_row_in_a_collected_batch(batch):
         "The value after it is bootstrapped, the trace stops.",
     ]
     assert says(batch, 7)[1] == (
-        "It starts the run: it goes on from step 4, which is not in this batch: its head was cut off "
+        "It starts the run: it continues from step 4, which is not in this batch: its head was cut off "
         "(the trajectory id changes from 1 to 100)."
     )
     assert says(batch, 9)[1:3] == [

@@ -112,6 +112,7 @@ def test_a_batch_comes_back_bit_by_bit(route: Callable[[TensorDict], TensorDict]
     again["pixels"].zero_()  # its memory can be written to
 
 
+@pytest.mark.cover(2)
 @each_route
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (5, 7)], ids=str)

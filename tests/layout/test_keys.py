@@ -1,6 +1,6 @@
-import subprocess
 import sys
 
+import interpreters
 import pytest
 import torch
 from tensordict import TensorDict
@@ -99,11 +99,10 @@ def test_importing_the_room_imports_no_heavy_package():
         f"print([m for m in {heavy.split()} if m in set(sys.modules) - theirs])"
     )
     path = str(__import__("pathlib").Path(__file__).parents[2] / "src")
-    shown = subprocess.run(
+    shown = interpreters.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {path!r}); {code}"],
-        capture_output=True,
-        text=True,
         check=True,
+        kind=interpreters.OfLibraries,
     )
     assert shown.stdout.strip() == "[]"
 

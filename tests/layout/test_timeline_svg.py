@@ -1,11 +1,11 @@
 """The timeline as SVG: valid, small, script-free, and drawn from the same plan as the picture of matplotlib."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import interpreters
 import pytest
 import torch
 
@@ -148,10 +148,8 @@ def test_no_package_is_needed():
         "print(timeline_svg(TensorDict({'next': {'done': torch.tensor([False, True])}}, [2]))[:4])"
     )
     source = str(Path(__file__).parents[2] / "src")
-    done = subprocess.run(
+    done = interpreters.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {source!r})\n{program}"],
-        capture_output=True,
-        text=True,
-        timeout=600,
+        kind=interpreters.OfLibraries,
     )
     assert done.stdout.strip() == "<svg", done.stderr

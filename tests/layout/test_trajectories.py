@@ -1,6 +1,7 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
@@ -162,7 +163,7 @@ def test_one_trajectory_stays_nested():
     assert nested["x"].is_nested and nested.batch_size == (1,)
 
 
-@settings(deadline=None)
+@examples(100)
 @given(data=st.data())
 def test_join_undoes_split_bit_for_bit(data):
     ids = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=20))

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
@@ -65,7 +66,7 @@ def slice_by_slice(module: Any, batch: TensorDict, lengths: list[int], burn_in: 
     return outputs
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(40, derandomize=True)
 @given(
     kind=st.sampled_from([GRUModule, LSTMModule]),
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6),

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import nn
@@ -48,6 +49,7 @@ def weighted_sum(*values):
     return sum((value * torch.arange(value.numel()).view_as(value).cos()).sum() for value in values)
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("starts", [[0] * 7, [1] * 7, [0, 0, 1, 1, 0, 0, 1]], ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("layers", [1, 2, 3])
@@ -69,7 +71,7 @@ def test_runs_equal_stepping(kind, layers, dtype, starts):
     assert not grads[0][1][inner].any(), "only the states of first rows are read"
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), kind=st.sampled_from(KINDS))
 def test_any_runs(lengths, kind):
     ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))

@@ -49,8 +49,8 @@ def test_one_long_run_among_many_one_row_runs_needs_no_padding():
     """A padded form would make a million rows of these 2,047."""
     sizes = packing.run_index(starts_of([1024] + [1] * 1023)).batch_sizes
     assert packing.pieces(sizes) == [
-        packing.Stretch(steps=1, rows=1024, width=1024, dense=False),
-        packing.Stretch(steps=1023, rows=1023, width=1, dense=True),
+        packing.PackedSteps(steps=1, rows=1024, width=1024, dense=False),
+        packing.PackedSteps(steps=1023, rows=1023, width=1, dense=True),
     ]
 
 

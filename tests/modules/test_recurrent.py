@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
@@ -77,6 +78,7 @@ RESETS = {
 }
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("starts", RESETS.values(), ids=RESETS.keys())
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -110,7 +112,7 @@ def test_runs_equal_stepping(kind, layers, dtype, backend, starts):
         torch.testing.assert_close(grad, expected_grad, atol=20 * close["atol"], rtol=20 * close["rtol"])
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=8),
     kind=st.sampled_from(KINDS),
@@ -179,7 +181,7 @@ def test_flat_equals_reshaped_bit_for_bit(kind, dtype, shape):
 @pytest.mark.parametrize("options", [{}, {"num_layers": 3}, {"bias": False}], ids=str)
 @pytest.mark.parametrize("shape", [(1, 40), (3, 9), (15, 2), (2, 1)])
 def test_few_long_runs_of_a_gru_are_the_stock_call_with_its_gradients(shape, options):
-    """Their gradient is written out: bits of the outputs as of the stock call, gradients but for rounding."""
+    """Their gradient is written out: bits of the outputs as of the stock call, gradients except for rounding."""
     module = module_of(GRUModule, **options)
     batch = batch_of(module, ([1] + [0] * (shape[1] - 1)) * shape[0])
     wanted = leaves(module, batch)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
@@ -94,7 +95,7 @@ def test_frames_of_a_stack_are_places_of_one_observation() -> None:
 
 
 @given(st.lists(st.lists(st.floats(-1e6, 1e6, width=32), max_size=8), min_size=1, max_size=6))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_parts_in_any_grouping_are_the_whole(parts: list[list[float]]) -> None:
     whole, in_turn, merged = (RunningNorm("x", shape=()) for _ in range(3))
     rows = torch.tensor([x for part in parts for x in part], dtype=torch.float32)
@@ -119,7 +120,7 @@ def test_parts_in_any_grouping_are_the_whole(parts: list[list[float]]) -> None:
 
 
 @given(st.integers(0, 2**31), st.integers(1, 40), st.floats(0, 1))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_what_a_device_does_without_a_wait_is_the_same(seed: int, rows: int, share: float) -> None:
     """The mask picks rows as an index does; those left out may be NaN."""
     generator = torch.Generator().manual_seed(seed)

@@ -1,8 +1,8 @@
 """The scan operators (gradients, shapes, one graph in torch.compile, memory) and the networks made of them."""
 
-import subprocess
 import sys
 
+import interpreters
 import pytest
 import torch
 from tensordict import TensorDict
@@ -257,5 +257,5 @@ def test_peak_memory_goes_with_real_rows():
     Of the 4,096 rows there are, 4 x 64 gates are 4 MB; some such arrays are alive at a time.
     """
     command = [sys.executable, "-c", MEMORY]
-    kilobytes = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    kilobytes = int(interpreters.run(command, check=True).stdout)
     assert kilobytes < 64 * 1024

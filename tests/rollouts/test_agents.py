@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from tensordict.nn import (
@@ -142,7 +143,7 @@ def plans(draw: st.DrawFn) -> tuple[dict[str, list[Any]], ...]:
     return tuple(made)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@examples(25, derandomize=True, database=None)
 @given(plans(), st.integers(1, 3), st.integers(1, 40), st.booleans())
 def test_every_row_of_random_scripts(episodes: Any, count: int, frames: int, mask: bool) -> None:
     played = games(count, episodes, mask=mask)

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from list_collector import ENDS, MODES, ListCollector, check, make, next_obs, true_next
 
@@ -15,7 +16,7 @@ from flatroll.wrappers.testing import Script
 lengths = st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=3), min_size=1, max_size=5)
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(
     lengths=lengths,
     which=st.sampled_from(MODES),
@@ -49,7 +50,7 @@ def test_any_windows_of_any_script(lengths, which, frames, windows, reset_each, 
     assert seen == windows
 
 
-@settings(deadline=None, max_examples=80)
+@examples(80)
 @given(
     lengths=lengths,
     which=st.sampled_from(["SameStep", "torch"]),
@@ -91,7 +92,7 @@ def test_any_script_of_an_env_that_hides_its_last_observations(
             assert batch["next", "observation"].isnan().all(-1).tolist() == [not there for there in known]
 
 
-@settings(deadline=None, max_examples=80)
+@examples(80)
 @given(
     lengths=lengths,
     which=st.sampled_from(MODES),
@@ -123,7 +124,7 @@ def test_complete_trajectories_of_any_script(lengths, which, frames, windows, pe
 
 
 @pytest.mark.filterwarnings("ignore:actions must lie in")  # those that are not random, to tell them apart
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     lengths=lengths,
     which=st.sampled_from(MODES),

@@ -10,7 +10,7 @@ from list_collector import Counter, ListCollector, always_four, check, make, scr
 from tensordict.nn import TensorDictModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatroll.layout.checks import torch_device
+from flatroll.layout.checks import check_device
 from flatroll.rollouts import Collector
 from flatroll.wrappers import (
     NextObservationDelta,
@@ -26,7 +26,7 @@ from flatroll.wrappers.testing import ScriptedTorchEnv, ScriptedVectorEnv
 @pytest.fixture
 def meta_is_usable(monkeypatch):
     """Collectors refuse the meta device, which stands for a GPU here."""
-    monkeypatch.setattr("flatroll.rollouts.arguments.usable_device", torch_device)
+    monkeypatch.setattr("flatroll.rollouts.arguments.usable_device", check_device)
 
 
 @pytest.mark.usefixtures("meta_is_usable")

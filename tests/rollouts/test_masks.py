@@ -341,7 +341,7 @@ def test_an_entry_that_masks_no_action_is_an_ordinary_entry(shape: tuple[int, ..
 
 
 def test_a_policy_sees_masks_as_the_env_gave_them() -> None:
-    # One env ends while the others go on; the mask holds weights, not only 0 and 1.
+    # One env ends while the others continue; the mask holds weights, not only 0 and 1.
     seen: list[Tensor] = []
 
     def act(mask: Tensor) -> Tensor:

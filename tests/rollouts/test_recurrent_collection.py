@@ -6,7 +6,8 @@ from typing import Any
 import gymnasium as gym
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from tensordict.nn import (
@@ -247,7 +248,7 @@ def test_a_stride_needs_states() -> None:
 # --- what was recorded is computed again -----------------------------------------------------------------------
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@examples(10, derandomize=True)
 @given(
     lengths=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=4),
     which=st.sampled_from(MODES),

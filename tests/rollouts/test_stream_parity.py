@@ -6,7 +6,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from scripted_rows import ENDS, rows_of, script, shown, table
 from tensordict import TensorDict
@@ -105,7 +106,7 @@ def test_single_envs() -> None:
     assert [rows_of(batch) for batch in batches] == table(one, "SameStep", 7, 4)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     lengths=st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=3), min_size=1, max_size=5),
     frames=st.integers(1, 25),

@@ -5,8 +5,9 @@ from typing import Any
 import gymnasium as gym
 import pytest
 import torch
+from forms import examples
 from gymnasium.vector import AutoresetMode
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scripted_rows import ENDS, LENGTHS, rows_of, table
 from tensordict import TensorDict
@@ -74,7 +75,7 @@ def test_any_window_of_any_env(wide: int, few: int, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(window, "_WIDE", wide)
     monkeypatch.setattr(window, "_FEW_ROWS", few)
 
-    @settings(deadline=None, max_examples=30)
+    @examples(30)
     @given(
         lengths=st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=3), min_size=1, max_size=4),
         frames=st.integers(1, 16),

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flatroll.specs import (
@@ -80,7 +81,7 @@ def test_bounds_go_with_their_rows() -> None:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.integers(0, len(OPERATIONS) - 1), max_size=4), st.integers(0, len(SPECS) - 2))
 def test_chains_of_operations(chain: list[int], which: int) -> None:
     spec: Any = SPECS[which]

@@ -15,7 +15,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
@@ -117,7 +118,7 @@ move = st.tuples(st.sampled_from(["collect"] * 6 + MOVES + BY_HAND), st.integers
 lengths = st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=3), min_size=1, max_size=3)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(kind=st.sampled_from(KINDS), lengths=lengths, moves=st.lists(move, min_size=2, max_size=12))
 def test_any_order_of_moves_gives_true_rows(kind: str, lengths: Any, moves: Any) -> None:
     with warnings.catch_warnings():
@@ -209,7 +210,7 @@ def test_a_collector_warns_once_of_moves_and_what_is_no_move() -> None:
     first = next(collector)
     env.unwrapped.gravity = 9.7  # a parameter
     assert env.action_space.sample() in (0, 1) and env.metadata and env.spec
-    second = next(collector)  # no warning, which would be an error: the episode goes on
+    second = next(collector)  # no warning, which would be an error: the episode continues
     assert torch.equal(second["collector", "traj_ids"][0], first["collector", "traj_ids"][-1])
     handle = as_vector_env(env)
     handle.reset()

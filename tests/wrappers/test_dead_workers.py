@@ -1,9 +1,9 @@
 """An AsyncVectorEnv whose workers die or hang: an error that says so, a close that ends, a quiet finaliser."""
 
-import subprocess
 import sys
 import textwrap
 
+import interpreters
 import pytest
 
 HEAD = """
@@ -50,9 +50,7 @@ SCRIPTS = {
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_it_ends_quietly(name: str) -> None:
     script = HEAD + textwrap.dedent(SCRIPTS[name])
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=False
-    )
+    done = interpreters.run([sys.executable, "-c", script])
     assert done.returncode == 0, done.stderr
     told = [
         line for line in done.stderr.splitlines() if "pending call" not in line and "logger.warn" not in line

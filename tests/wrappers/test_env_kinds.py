@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from env_kinds import INVALID, MASKS, PLACE, SCRIPT, VALID, EnvKind, Place, Told, close, place, sync
+from forms import scaled
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from tensordict import TensorDict
@@ -113,7 +114,7 @@ def test_an_actor_plays_it(kind: EnvKind, mode: str, made: Any) -> None:
 
 @cases(VALID)
 def test_the_kit_accepts_it(kind: EnvKind, mode: str, made: Any) -> None:
-    problems = vector_env_problems(made(), steps=60)
+    problems = vector_env_problems(made(), steps=scaled(quick=30, long=60))
     if kind.problem:  # its rows are right, but it breaks the contract
         assert [kind.problem in text for text in problems] == [True]
     else:

@@ -1,19 +1,19 @@
 """Which envs are taken for pure JAX functions, told without importing JAX; the real ones: tests/simulators/."""
 
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
+import interpreters
 import numpy as np
 import pytest
 from gymnasium import spaces
 
 from flatroll.rollouts import Collector
 from flatroll.wrappers import FunctionalEnv, as_functional, as_vector_env
-from flatroll.wrappers.functional_env import family_of, gym_space
+from flatroll.wrappers.functional_env import find_family, gym_space
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -35,8 +35,8 @@ def simulator(module: str, name: str = "Env", **attributes: Any) -> Any:
     ],
 )
 def test_simulators_are_known_by_their_package(module: str) -> None:
-    assert family_of(simulator(module)) is not None
-    assert family_of(simulator("somebody." + module)) is None
+    assert find_family(simulator(module)) is not None
+    assert find_family(simulator("somebody." + module)) is None
 
 
 def test_a_functional_env_of_gymnasium_s_and_its_vector_env() -> None:
@@ -144,4 +144,4 @@ def test_no_env_but_a_functional_one_imports_jax() -> None:
         "as_vector_env(gymnasium.make_vec('CartPole-v1', num_envs=2)).reset(seed=0)\n"
         "assert not {'jax', 'gymnax', 'brax'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    interpreters.run([sys.executable, "-c", program], check=True, kind=interpreters.OfLibraries)

@@ -18,7 +18,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
-from flatroll.layout.checks import function, seed_number, whole_number
+from flatroll.layout.checks import check_function, check_seed, check_whole_number
 from flatroll.layout.keys import ACTION_MASK
 from flatroll.layout.spaces import observation_leaves
 from flatroll.specs import as_spec
@@ -95,10 +95,10 @@ def vector_env_problems(
     >>> vector_env_problems(ScriptedVectorEnv(Script(2), autoreset_mode=None))[0][:57]
     'as_vector_env refuses the env: autoreset_mode is needed: '
     """
-    whole_number("steps", steps)
-    seed = seed_number("seed", seed)
+    check_whole_number("steps", steps)
+    seed = check_seed("seed", seed)
     if actions is not None:
-        function("actions", actions, "a function of the step")
+        check_function("actions", actions, "a function of the step")
 
     try:
         vector = adapt_env(env)
@@ -402,7 +402,7 @@ def _option_counts(space: spaces.Space[Any]) -> list[int]:
     return []
 
 
-def _mask_of(obs: Tree, info: dict[str, Any]) -> tuple[str, npt.NDArray[Any]] | None:
+def _find_mask(obs: Tree, info: dict[str, Any]) -> tuple[str, npt.NDArray[Any]] | None:
     """Return the name and a copy of the legal-action mask ``[E, k]``; None if there is none of one dim per env.
 
     Rows of envs that returned no mask allow all actions.
@@ -428,7 +428,7 @@ def obey_masks(
 ) -> Tree:
     """Return a batched action with each choice among those that a mask of all options allows, if there is one."""
     counts = _option_counts(space)
-    found = _mask_of(obs, info)
+    found = _find_mask(obs, info)
     if not counts or found is None or found[1].shape[1] != sum(counts):
         return action
 
@@ -441,7 +441,7 @@ def obey_masks(
 
 
 def _check_masks(space: spaces.Space[Any], record: Record) -> Iterator[str]:
-    """Check that legal-action masks have one number for each option, and allow one in rows that go on."""
+    """Check that legal-action masks have one number for each option, and allow one in rows whose episode continues."""
     counts = _option_counts(space)
     if not counts:
         return
@@ -454,7 +454,7 @@ def _check_masks(space: spaces.Space[Any], record: Record) -> Iterator[str]:
             if record.mode == AutoresetMode.NEXT_STEP:
                 ended = record.terminated[k] | record.truncated[k]  # here obs is the last one of the episode
 
-        found = _mask_of(obs, info)
+        found = _find_mask(obs, info)
         if found is None:
             continue
         name, mask = found
@@ -470,7 +470,7 @@ def _check_masks(space: spaces.Space[Any], record: Record) -> Iterator[str]:
         hopeless = ~np.stack([part.any(1) for part in parts], 1).all(1) & ~ended
         if hopeless.any():
             row = int(np.flatnonzero(hopeless)[0])
-            yield f"{name} allows no option in row {row}, whose episode goes on (first seen {where})"
+            yield f"{name} allows no option in row {row}, whose episode continues (first seen {where})"
             return
 
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from gymnasium.vector import AutoresetMode, VectorEnv
 from torch import Tensor
 
-from flatroll.layout.checks import function, seed_number, whole_number
+from flatroll.layout.checks import check_function, check_seed, check_whole_number
 from flatroll.layout.keys import REWARD, NestedKey, next_key
 from flatroll.wrappers.arrays import Tree, map_tree
 from flatroll.wrappers.markers import MarkerWrapper
@@ -52,12 +52,12 @@ def check_marker(
     >>> from flatroll.wrappers import StepCounter
     >>> check_marker(StepCounter)
     """
-    function("wrap", wrap, "a function that wraps an env")
+    check_function("wrap", wrap, "a function that wraps an env")
     if make_env is None:
         make_env = _make_scripted
-    function("make_env", make_env, "a function of the autoreset mode, or None")
-    whole_number("steps", steps)
-    seed = seed_number("seed", seed)
+    check_function("make_env", make_env, "a function of the autoreset mode, or None")
+    check_whole_number("steps", steps)
+    seed = check_seed("seed", seed)
 
     runs: dict[str, _Run] = {}
     for mode in AutoresetMode:

@@ -16,14 +16,14 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
-from flatroll.layout.checks import expect, whole_number
+from flatroll.layout.checks import check_type, check_whole_number
 from flatroll.wrappers.arrays import Array, Tree, map_tree
 
 ObsKind: TypeAlias = Literal["float32", "float64", "uint8", "int64", "discrete", "dict", "tuple"]
 ActionKind: TypeAlias = Literal["discrete", "box", "dict"]
 End: TypeAlias = Literal["terminated", "truncated", "both"]
 Mode: TypeAlias = AutoresetMode | Literal["NextStep", "SameStep", "Disabled"]
-Rows: TypeAlias = npt.NDArray[np.void]
+RowTable: TypeAlias = npt.NDArray[np.void]
 
 _ENDS: tuple[End, ...] = ("terminated", "truncated", "both")
 #: The fields of `expected_rows`.
@@ -64,10 +64,10 @@ class Script:
     action: ActionKind = "discrete"
 
     def __post_init__(self) -> None:
-        whole_number("num_envs", self.num_envs)
+        check_whole_number("num_envs", self.num_envs)
         for name in ("lengths", "ends"):
             value = getattr(self, name)
-            expect(name, value, (int, str, Sequence), "one value, a list of them, or one list per env")
+            check_type(name, value, (int, str, Sequence), "one value, a list of them, or one list per env")
             rows: tuple[Any, ...] = (value,) if isinstance(value, int | str) else tuple(value)
             if not rows or isinstance(rows[0], int | str):  # one list for all envs
                 rows = (rows,) * self.num_envs
@@ -79,7 +79,7 @@ class Script:
 
         for row in self.table("lengths"):
             for length in row:
-                whole_number("lengths", length)
+                check_whole_number("lengths", length)
         for row in self.table("ends"):
             if any(end not in _ENDS for end in row):
                 raise ValueError(f"ends must be among {_ENDS}, got {row}")
@@ -260,7 +260,7 @@ def expected_rows(
     *,
     autoreset_mode: Mode = AutoresetMode.SAME_STEP,
     max_steps: int | None = None,
-) -> Rows:
+) -> RowTable:
     """Return the true transitions of ``steps`` vector steps after a first reset, in order of vector step, then env.
 
     Each row leads from (env, episode, step) to (env, episode, step + 1). Under NEXT_STEP the vector step

@@ -18,7 +18,7 @@ from gymnasium.vector.utils import batch_space
 from tensordict import TensorDict
 from torch import Tensor
 
-from flatroll.layout.checks import expect, flags, one_of
+from flatroll.layout.checks import check_choice, check_flags, check_type
 from flatroll.wrappers.arrays import Tree, map_tree, select
 from flatroll.wrappers.source import Info, Seed
 from flatroll.wrappers.testing.script import Clock, Mode, Script, overwrite, row
@@ -108,8 +108,8 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
         reuse_buffer: bool = False,
         record_actions: bool = False,
     ) -> None:
-        expect("script", script, Script, "a Script")
-        flags(final_info=final_info, reuse_buffer=reuse_buffer, record_actions=record_actions)
+        check_type("script", script, Script, "a Script")
+        check_flags(final_info=final_info, reuse_buffer=reuse_buffer, record_actions=record_actions)
 
         self.script = script
         self.num_envs = script.num_envs
@@ -122,7 +122,7 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
             self.metadata = {}
         else:
             if not isinstance(autoreset_mode, AutoresetMode):
-                one_of("autoreset_mode", autoreset_mode, [mode.value for mode in AutoresetMode])
+                check_choice("autoreset_mode", autoreset_mode, [mode.value for mode in AutoresetMode])
             self._mode = AutoresetMode(autoreset_mode)
             self.metadata = {"autoreset_mode": self._mode}
 

@@ -39,11 +39,11 @@ class DiskColumn(Column):
 
     @override
     def write(self, slot: int, values: Tensor, after: After | None = None) -> NoReturn:
-        raise no_edits()
+        raise no_edits_error()
 
     @override
     def put(self, slots: Tensor, values: Tensor, after: After | None = None) -> NoReturn:
-        raise no_edits()
+        raise no_edits_error()
 
     @override
     def pool(self) -> TensorColumn:
@@ -68,7 +68,7 @@ class DiskColumn(Column):
         return 0
 
 
-def no_edits() -> RuntimeError:
+def no_edits_error() -> RuntimeError:
     """Return the error for a change of stored rows."""
     return RuntimeError(
         "the rows of a DiskStorage cannot be changed: its files are written once. Extend with new rows, or use "

@@ -89,6 +89,7 @@ class FrameForm(Form):
         if len(values) > 1:
             # Row r continues row r - 1 if its first frames equal the other's last frames bitwise.
             adds[1:, :-1] = differ(values[1:, :-1].contiguous(), values[:-1, 1:].contiguous()).unsqueeze(1)
+
         return Ragged(values[adds], adds.sum(1))
 
     @override
@@ -120,9 +121,12 @@ class ZstdForm(Form):
         rows = values.contiguous().view(-1).view(torch.uint8).view(len(values), self.row_bytes).numpy()
         compressor = self._zstandard.ZstdCompressor(level=1)
         blocks = [compressor.compress(rows[i : i + BLOCK_ROWS]) for i in range(0, len(rows), BLOCK_ROWS)]
+
         lengths = torch.zeros(len(rows), dtype=torch.int64)
         lengths[::BLOCK_ROWS] = torch.tensor([len(block) for block in blocks], dtype=torch.int64)
-        return Ragged(torch.frombuffer(bytearray(b"".join(blocks)), dtype=torch.uint8), lengths)
+
+        memory = torch.frombuffer(bytearray(b"".join(blocks)), dtype=torch.uint8)
+        return Ragged(memory, lengths)
 
     @override
     def check(self, column: Tensor | Ragged) -> None:
@@ -137,6 +141,7 @@ class ZstdForm(Form):
         heads = np.flatnonzero(np.append(column.lengths.numpy(), 1))
         if heads[0] or np.diff(heads).max(initial=0) > BLOCK_ROWS:
             raise damaged(f"compressed rows of a file are not in blocks of up to {BLOCK_ROWS}")
+
         if len(heads) > 1:  # decode one block to detect a wrong shape before allocating rows of that shape
             self._check_size(column.values[: int(column.lengths[0])].numpy().tobytes(), int(heads[1]))
 
@@ -146,29 +151,28 @@ class ZstdForm(Form):
         lengths = column.lengths.numpy()
         heads = np.flatnonzero(lengths)  # first row of each block, which extends to the next such row
         stops = np.append(heads[1:], len(lengths))
+
         into = target.view(len(target), -1).view(torch.uint8).numpy()
         decompressor = self._zstandard.ZstdDecompressor()
+
         which = np.searchsorted(heads, rows, "right") - 1
         order = np.argsort(which, kind="stable")
-
         for asked in np.split(order, np.flatnonzero(np.diff(which[order])) + 1):  # the rows of each block
             block = which[asked[0]]
             head = heads[block]
-            count = stops[block] - heads[block]
+
+            count = stops[block] - head
             data = memory[ends[head] - lengths[head] : ends[head]]
             places = at[asked]
             local = rows[asked] - head
-            whole = len(asked) == count and bool(
-                (np.diff(places) == 1).all() and (local == np.arange(len(asked))).all()
-            )
 
             # Slices need most blocks as a whole: decode those directly into the target.
-            if whole:
-                room = into[places[0] : places[0] + count]
+            whole = len(asked) == count and bool((np.diff(places) == 1).all())
+            if whole and bool((local == np.arange(len(asked))).all()):
+                self._decompress(decompressor, data, into[places[0] : places[0] + count])
             else:
                 room = np.empty((count, self.row_bytes), np.uint8)
-            self._decompress(decompressor, data, room)
-            if not whole:
+                self._decompress(decompressor, data, room)
                 into[places] = room[local]
 
     def _check_size(self, compressed: bytes, rows: int) -> None:

@@ -32,7 +32,6 @@ class Layout(NamedTuple):
             [column_name(key), dtype_name(form.dtype), list(form.shape), form.name]
             for key, form in self.forms.items()
         ]
-
         return {
             "kind": _KIND,
             "entries": entries,
@@ -57,15 +56,17 @@ class Layout(NamedTuple):
                 column_key(name): FORMS[form](DTYPES[dtype], torch.Size(shape))
                 for name, dtype, shape, form in noted["entries"]
             }
+
             pairs = [column_key(name) for name in noted["pairs"]]
             seams = sorted(set(noted["seams"]))
+
             if not all(key in forms for key in pairs) or not all(type(row) is int for row in seams):
                 raise ValueError("pairs or seams")
+
             for form in forms.values():
                 form.check_shape()
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise ValueError(f"this is not the folder of a DiskStorage ({str(error)[:200]})") from None
-
         return cls(forms, pairs, seams)
 
     def row_bytes(self) -> int:
@@ -77,6 +78,7 @@ def columns_differ(columns: Collection[str], layout: Layout) -> str | None:
     """Describe how column names differ from those of ``layout``; None if they match."""
     expected = {column_name(key) for key in (*layout.forms, *map(next_key, layout.pairs))}
     found = set(columns)
+
     if not found or found == expected:
         return None
     return f"it has the columns {str(sorted(found))[:400]}, but describes {str(sorted(expected))[:400]}"

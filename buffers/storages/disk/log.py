@@ -51,8 +51,8 @@ class _Block:
             key: memory[: rows * form.row_bytes].view(form.dtype).view(rows, *form.shape)
             for (key, form), memory in zip(layout.forms.items(), memories, strict=True)
         }
-        self.piece = Piece(first, self.limit, self.columns, layout.forms)
 
+        self.piece = Piece(first, self.limit, self.columns, layout.forms)
         #: For each write: (rows of the block, their next observations by root key).
         self.tails: list[tuple[Array, Columns]] = []
 
@@ -68,7 +68,7 @@ class RowLog:
     Args:
         folder: where the rows go; loaded, if there are any.
         rule: when rows are published.
-        capacity: how many rows are kept at most, but for the rest of a file.
+        capacity: how many rows are kept at most, except for the rest of a file.
 
     Attributes:
         end: number of the row to come.
@@ -87,9 +87,9 @@ class RowLog:
         self.layout = layout
         self.end = folder.end
         self.notes: dict[str, Any] = {}
-
         # Other folders that this run has saved to or loaded, and what it knows of them.
         self.saved: dict[Path, Folder | Version] = {}
+
         self._blocks: tuple[_Block, ...] = ()
         self._mapped: dict[str, Piece] = {}
         self._noted = False  # whether this run has published the layout
@@ -102,11 +102,13 @@ class RowLog:
         self._disk = threading.RLock()
         self._begun = self.end  # first row of the latest append
         self._unfinished = False  # whether that append was interrupted
+
         self.thread: threading.Thread | None = None
         self._due = 0  # the thread writes the rows below this number
         self._done = True  # whether the thread has stopped
         self._timer: threading.Timer | None = None
         self._error: BaseException | None = None
+
         self.closed = False
         self.pieces = Pieces([], {})
         self._refresh()
@@ -119,7 +121,7 @@ class RowLog:
     def check(self) -> None:
         """Raise an error of the thread since the last call; ValueError if the log is closed."""
         if self.closed:
-            raise self._is_closed()
+            raise self._closed_error()
 
         error = self._error
         self._error = None
@@ -147,7 +149,8 @@ class RowLog:
             ValueError: the log was closed meanwhile.
         """
         assert self.layout is not None
-        first = self.end if first is None else first
+        if first is None:
+            first = self.end
         if first not in (self.end, self._begun):
             raise RuntimeError(
                 f"rows of a log are written in order: row {self.end} is the next one, not {first}"
@@ -155,21 +158,25 @@ class RowLog:
 
         if self._unfinished or first < self.end:
             self._take_back(first)
+
         self._begun = first
         self._unfinished = True
-        count = len(next(iter(columns.values())))
 
+        count = len(next(iter(columns.values())))
         done = 0
         while done < count:
+            row = first + done
             blocks = self._blocks  # read once, because the thread removes full blocks
-            if blocks and blocks[-1].limit > first + done:
+            if blocks and blocks[-1].limit > row:
                 block = blocks[-1]
             else:
-                block = self._new_block(first + done)
-            fit = min(block.limit - first - done, count - done)
-            at = first + done - block.first
+                block = self._new_block(row)
+
+            fit = min(block.limit - row, count - done)
+            at = row - block.first
             for key, values in columns.items():
                 block.columns[key][at : at + fit] = values[done : done + fit]
+
             inside = np.flatnonzero((lasts >= done) & (lasts < done + fit))
             if len(inside):
                 chosen = torch.from_numpy(inside)
@@ -182,10 +189,9 @@ class RowLog:
         # start, they stay uncounted.
         with self._turn:
             if self.closed:
-                raise self._is_closed()
+                raise self._closed_error()
             self._begin_writing(first + count)
             self.end = first + count
-
         self._unfinished = False
 
     def flush(self) -> None:
@@ -213,7 +219,6 @@ class RowLog:
                     self.closed = self.folder.end >= self.end
                     if self.closed and self._timer is not None:
                         self._timer.cancel()
-
             self.folder.close()
 
     def close_later(self) -> None:
@@ -234,7 +239,6 @@ class RowLog:
                     finally:
                         self._noted = False
                         self.folder.drop_before(first)
-
                     self._note()
                     self._note()  # no version names the files any more, so they are removed
             finally:
@@ -266,10 +270,7 @@ class RowLog:
             ) as other:
                 self.saved[path] = other
                 other.adopt(segments)
-                if self.layout is None:
-                    layout = {}
-                else:
-                    layout = self.layout.to_json()
+                layout = {} if self.layout is None else self.layout.to_json()
                 other.publish({**layout, **notes}, head=head, extra=_FACTS)
 
     @contextmanager
@@ -317,9 +318,9 @@ class RowLog:
             try:
                 if before is None:
                     self.layout = Layout(layout.forms, layout.pairs, [])
+
                 # This version names all files present, so that they stay until the next one is published.
                 self._note()
-
                 number = self.folder.version
                 try:
                     self.folder.adopt(segments)
@@ -378,10 +379,9 @@ class RowLog:
                 for block in self._blocks:
                     block.tails = [tail for tail in block.tails if block.first + tail[0][0] < first]
                 self.end = first
-
             self._refresh()
 
-    def _is_closed(self) -> ValueError:
+    def _closed_error(self) -> ValueError:
         return ValueError(f"the storage of {self.folder.path} is closed: open the folder again")
 
     # -- writer thread ---------------------------------------------------------------------------------------------
@@ -390,15 +390,13 @@ class RowLog:
         """Have what is due of the rows before ``end`` written by a thread; the caller has ``_turn``."""
         last = self._blocks[-1]
         rows, seconds = self.rule
-
         # Only full blocks become files; the rows of the last block wait, unless the flush rule says otherwise.
         early = rows is not None and end - self.folder.end >= rows
-        if early or last.limit == end:
-            due = end
-        else:
-            due = last.first
+        due = end if early or last.limit == end else last.first
         self._due = max(self._due, due)
+
         if self._due > self.folder.end and not self._at_work:
+            # together: a thread that is about to end must not count as at work
             self.thread, self._done = threading.Thread(target=self._run, name="flatroll rows"), False
             self.thread.start()
 
@@ -435,7 +433,6 @@ class RowLog:
             with self._disk:
                 if self._done:  # another thread's write failed
                     return
-
                 try:
                     self._write(end)
                 except BaseException as error:  # any error is kept for the next writer to raise
@@ -448,6 +445,7 @@ class RowLog:
         """Publish the rows before ``end`` that no file holds, and let go those that the ring has dropped."""
         with self._disk:
             end = min(end, self.end)  # a load may have replaced the waiting rows meanwhile
+
             while (first := self.folder.end) < end:
                 if not self._noted:
                     self._note()
@@ -471,17 +469,16 @@ class RowLog:
     def _note(self, head: int | None = None) -> None:
         """Publish a version that has the layout, and names the files that are there, from row ``head`` on."""
         assert self.layout is not None
-        head = self.folder.head if head is None else head
+        if head is None:
+            head = self.folder.head
         self.layout.seams[:] = [row for row in self.layout.seams if row > head]
 
         # Two versions, in case one manifest is damaged.
-        if self.folder.version is None:
-            tries = 2
-        else:
-            tries = 1
-        for _ in range(tries):
+        versions = 2 if self.folder.version is None else 1
+        for _ in range(versions):
             self.folder.publish({**self.layout.to_json(), **self.notes}, head=head, extra=_FACTS)
-        self._noted, self._named = True, self.folder.end
+        self._named = self.folder.end
+        self._noted = True
 
     def _encode_rows(self, block: _Block, first: int, stop: int) -> dict[str, Tensor | Ragged]:
         """Rows ``first ... stop - 1`` of a block as a file holds them."""
@@ -506,11 +503,9 @@ class RowLog:
 
         for key in self.layout.pairs:
             parts = [tails[key] for _, tails in block.tails]
+            ends: list[Tensor] = []
             if parts:
-                values = torch.cat(parts).index_select(0, torch.from_numpy(inside))
-            else:
-                values = None
-            ends = [] if values is None else [values]
+                ends.append(torch.cat(parts).index_select(0, torch.from_numpy(inside)))
             if follows:
                 ends.append(self._row(stop, key))
             columns[column_name(next_key(key))] = Ragged(torch.cat(ends), lengths)
@@ -540,9 +535,8 @@ class RowLog:
                     mapped[name] = self._mapped.get(name) or Piece.of(segment, self.layout.forms)
 
             self._mapped = mapped
-            self.pieces = Pieces(
-                [*mapped.values(), *(block.piece for block in self._blocks)], self.layout.forms
-            )
+            pieces = [*mapped.values(), *(block.piece for block in self._blocks)]
+            self.pieces = Pieces(pieces, self.layout.forms)
 
 
 def _call(weak: "weakref.WeakMethod[Callable[[], None]]") -> None:

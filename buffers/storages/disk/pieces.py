@@ -44,8 +44,8 @@ class Piece:
 
         # Of ragged columns: the number of values up to and including each row, int64.
         self.ends: dict[NestedKey, Array] = {}
-        self.source, self.running = np.zeros((2, len(forms)), np.int64)
 
+        self.source, self.running = np.zeros((2, len(forms)), np.int64)
         for k, (key, form) in enumerate(forms.items()):
             column = columns[key]
             values = column
@@ -55,6 +55,7 @@ class Piece:
                 values = column.values
                 self.ends[key] = column.lengths.cumsum(0).numpy()
                 self.running[k] = self.ends[key].ctypes.data
+
             assert isinstance(values, Tensor)
             self.source[k] = values.data_ptr()
 
@@ -62,12 +63,12 @@ class Piece:
     def of(cls, segment: Segment, forms: Mapping[NestedKey, Form]) -> "Piece":
         """Map a file."""
         columns = segment.columns
-        if missing := [key for key in forms if column_name(key) not in columns]:
+        missing = [key for key in forms if column_name(key) not in columns]
+        if missing:
             raise ValueError(f"the file {segment.name} has no {missing[0]!r}")
 
-        return cls(
-            segment.first, segment.end, {key: columns[column_name(key)] for key in forms}, forms, segment
-        )
+        named = {key: columns[column_name(key)] for key in forms}
+        return cls(segment.first, segment.end, named, forms, segment)
 
 
 class Pieces:
@@ -83,6 +84,7 @@ class Pieces:
         self.forms = dict(forms)
         self.end = pieces[-1].end if pieces else 0
         self.firsts: Array = np.array([piece.first for piece in pieces] + [self.end], np.int64)
+
         shape = len(pieces), len(self.forms)
         self._source = np.array([piece.source for piece in pieces], np.int64).reshape(shape)
         self._running = np.array([piece.running for piece in pieces], np.int64).reshape(shape)
@@ -115,6 +117,7 @@ class Pieces:
             key: torch.empty((len(rows), *self.forms[key].shape), dtype=self.forms[key].dtype)
             for key in names
         }
+
         target = np.array([columns[key].data_ptr() for key in copied], np.int64)
         gather_pieces(self.firsts, *self._table(copied), rows, target)
 
@@ -129,17 +132,14 @@ class Pieces:
             names = list(self.forms)
             at = [names.index(key) for key in keys]
             forms = [self.forms[key] for key in keys]
-            size = np.array([form.row_bytes for form in forms], np.int64)
-            unit = np.array(
-                [form.row_bytes // form.shape[0] if form.name == "frames" else 0 for form in forms], np.int64
-            )
+            sizes = [form.row_bytes for form in forms]
+            units = [form.row_bytes // form.shape[0] if form.name == "frames" else 0 for form in forms]
             self._tables[keys] = (
                 np.ascontiguousarray(self._source[:, at]),
                 np.ascontiguousarray(self._running[:, at]),
-                size,
-                unit,
+                np.array(sizes, np.int64),
+                np.array(units, np.int64),
             )
-
         return self._tables[keys]
 
     def _decode(self, key: NestedKey, rows: Array, target: Tensor) -> None:
@@ -149,17 +149,18 @@ class Pieces:
             piece = self.pieces[number]
             at = np.flatnonzero(which == number)
             column = piece.columns[key]
+
             local = rows[at] - piece.first
 
-            if isinstance(column, Ragged):
-                try:
-                    self.forms[key].decode(column, piece.ends[key], local, target, at)
-                except ValueError as error:
-                    if piece.segment is not None:
-                        error.add_note(f"while {piece.segment.folder / str(piece.segment.name)} was read")
-                    raise
-            else:
+            if not isinstance(column, Ragged):
                 target[torch.from_numpy(at)] = take_rows(column, torch.from_numpy(local))
+                continue
+            try:
+                self.forms[key].decode(column, piece.ends[key], local, target, at)
+            except ValueError as error:
+                if piece.segment is not None:
+                    error.add_note(f"while {piece.segment.folder / str(piece.segment.name)} was read")
+                raise
 
     def _ask_for(self, rows: Array) -> None:
         """If the rows do not seem to be in memory, ask the system to read them, all at once."""
@@ -174,7 +175,6 @@ class Pieces:
             return
 
         which = np.searchsorted(self.firsts, rows, "right") - 1
-
         for number in np.unique(which).tolist():
             segment = self.pieces[number].segment
             if segment is not None:

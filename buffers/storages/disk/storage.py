@@ -16,14 +16,14 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.column import After, Column, Columns, put_rows
+from flatroll.buffers.columns.column import After, Column, Columns, RowForm, put_rows
 from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Draw, Follow, Ring
 from flatroll.buffers.index.saved_tables import check_rows, damaged
 from flatroll.buffers.index.top_k_ring import RankedRing
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.storages.column_storage import ColumnStorage
-from flatroll.buffers.storages.disk.column import DiskColumn, no_edits
+from flatroll.buffers.storages.disk.column import DiskColumn, no_edits_error
 from flatroll.buffers.storages.disk.forms import Form, FrameForm, ZstdForm
 from flatroll.buffers.storages.disk.layout import Layout, columns_differ
 from flatroll.buffers.storages.disk.log import FlushRule, RowLog
@@ -35,7 +35,7 @@ from flatroll.buffers.storages.tensors import Encodings
 from flatroll.disk import Folder, LoadedVersion, Ragged, Segment, Version, column_name
 from flatroll.disk.segments import MOST_ROWS
 from flatroll.disk.tensor_file import dtype_name
-from flatroll.layout.checks import flags, number, whole_number
+from flatroll.layout.checks import check_flags, check_number, check_whole_number
 from flatroll.layout.keys import NestedKey
 
 _PARTS = 32  # minimum number of files of a full storage: the oldest also holds dropped rows
@@ -128,24 +128,23 @@ class DiskStorage(ColumnStorage):
         if path is None:
             raise ValueError("path must name the folder of the rows: DiskStorage(max_size, path)")
 
+        parts = None
         if max_size is not None:
-            whole_number("max_size", max_size)
+            check_whole_number("max_size", max_size)
+            parts = -(-max_size // _PARTS)
         if flush_rows is not None:
-            whole_number("flush_rows", flush_rows)
+            check_whole_number("flush_rows", flush_rows)
         if flush_seconds is not None:
             hint = "None for no limit"
-            number("flush_seconds", flush_seconds, above=0, most=threading.TIMEOUT_MAX, hint=hint)
+            check_number("flush_seconds", flush_seconds, above=0, most=threading.TIMEOUT_MAX, hint=hint)
+        check_flags(read_only=read_only, sync=sync, verify=verify)
 
-        flags(read_only=read_only, sync=sync, verify=verify)
         self.read_only = read_only
         self._process = os.getpid()
-        parts = None if max_size is None else -(-max_size // _PARTS)
         folder = Folder(path, write=not read_only, sync=sync, segment_bytes=segment_bytes, segment_rows=parts)
-
         try:
             rows = folder.recover(verify=verify)
-            room = (len(rows) or 1) if max_size is None else max_size
-            super().__init__(room, compact_obs=compact_obs)
+            super().__init__(max_size or len(rows) or 1, compact_obs=compact_obs)
 
             # A storage of this size would use less than twice the space of its rows.
             if not read_only and len(rows) >= 2 * self.max_size:
@@ -160,6 +159,7 @@ class DiskStorage(ColumnStorage):
             self._choose_forms(layout, frame_stack, codec, compact_obs)
             if max_size is None and not len(rows) and not read_only:
                 raise ValueError(f"max_size must be given for a new folder, {path} has no rows")
+
             self._log = RowLog(folder, FlushRule(flush_rows, flush_seconds), self.max_size, layout)
         except BaseException as error:
             folder.close()
@@ -170,10 +170,10 @@ class DiskStorage(ColumnStorage):
         self._closing = weakref.finalize(self, _close, self._log, read_only, os.getpid())
         self._ring: Ring | None = None
         self._offset = 0  # a row's number in the folder minus its number in the ring
-        self._batch: tuple[Piece, int] | None = (
-            None  # while the buffer registers stored rows: their piece, and the number of the first one
-        )
-        self.compiled = self.loads_whole = True
+        # While the buffer registers stored rows: their piece, and the number of the first one.
+        self._batch: tuple[Piece, int] | None = None
+        self.compiled = True
+        self.loads_whole = True
         if layout is not None:
             self._use_layout(layout)
 
@@ -251,8 +251,10 @@ class DiskStorage(ColumnStorage):
     @property
     @override
     def nbytes(self) -> int:
-        pool = {} if self.pool is None else self.pool.entries
-        return self._log.folder.stats()["bytes"] + sum(column.nbytes for column in pool.values())
+        nbytes: int = self._log.folder.stats()["bytes"]
+        if self.pool is not None:
+            nbytes += sum(column.nbytes for column in self.pool.entries.values())
+        return nbytes
 
     @property
     @override
@@ -276,7 +278,6 @@ class DiskStorage(ColumnStorage):
                 raise ValueError(
                     f"{folder.path} is not the folder of a DiskStorage: it has rows, but no description of them"
                 )
-
             return None
 
         noted = folder.load().json
@@ -299,19 +300,21 @@ class DiskStorage(ColumnStorage):
         compact_obs: bool,
     ) -> None:
         """Take the options that were given, or those of the rows that are there; ValueError if they differ."""
-        self._encodings = encodings = Encodings(frame_stack, codec)
-        self.frame_stack, self.codec = encodings.frame_stack, encodings.codec
-        if both := [key for key in self.frame_stack if key in self.codec]:
+        self._encodings = Encodings(frame_stack, codec)
+        self.frame_stack = self._encodings.frame_stack
+        self.codec = self._encodings.codec
+        both = [key for key in self.frame_stack if key in self.codec]
+        if both:
             raise ValueError(
                 f"frame_stack and codec both name {both[0]!r}: use one of them on disk; codec alone also "
                 "detects frames that rows share"
             )
+
         if layout is None:
             return
 
         stacks = {key: form.shape[0] for key, form in layout.forms.items() if form.name == "frames"}
         codecs = {key: form.name for key, form in layout.forms.items() if form.name == "zstd"}
-
         for name, given, asked, there in (
             ("frame_stack", frame_stack, self.frame_stack, stacks),
             ("codec", codec, self.codec, codecs),
@@ -324,7 +327,9 @@ class DiskStorage(ColumnStorage):
 
         if compact_obs and not layout.pairs:
             raise ValueError("compact_obs must be False: the rows in the folder are not compact")
-        self.frame_stack, self.codec, self.compact_obs = stacks, codecs, bool(layout.pairs)
+        self.frame_stack = stacks
+        self.codec = codecs
+        self.compact_obs = bool(layout.pairs)
 
     def _use_layout(self, layout: Layout) -> None:
         """Know the columns."""
@@ -365,7 +370,6 @@ class DiskStorage(ColumnStorage):
         self.filling = True
         first = max(int(pieces.firsts[0]), self._log.folder.head, pieces.end - self.capacity)
         self._offset = first
-
         try:
             for piece in pieces.pieces:
                 # Cut at the seams, where one run's trajectories were left open and the next run began.
@@ -377,7 +381,7 @@ class DiskStorage(ColumnStorage):
                         self._cut()
                     if high > first:
                         self._batch = piece, max(low, first)
-                        write(self._columns_of(piece, max(low, first), high), None)
+                        write(self._read_plain_columns(piece, max(low, first), high), None)
         finally:
             self.filling = False
             self._batch = None
@@ -391,7 +395,7 @@ class DiskStorage(ColumnStorage):
         if isinstance(self._ring, TrajectoryIndex):
             self._ring.load_state_dict(self._ring.state_dict())
 
-    def _columns_of(self, piece: Piece, low: int, high: int) -> TensorDict:
+    def _read_plain_columns(self, piece: Piece, low: int, high: int) -> TensorDict:
         """Return a file's rows of the columns that need no decoding."""
         plain = {
             key: column[low - piece.first : high - piece.first]
@@ -427,17 +431,16 @@ class DiskStorage(ColumnStorage):
         piece, first = self._batch
         columns: Columns = dict(batch.items(True, True))
         count = batch.batch_size[0]
+
         if self.pool is None:
-            if keys is None:
-                fragments = None
-            else:
+            fragments = None
+            if keys is not None:
                 fragments = Fragments.read(columns, keys)
             return Rows(count, columns, fragments)
 
         tails: Columns = {}
         cuts = torch.zeros(count, dtype=torch.bool)
         assert piece.segment is not None
-
         for key, name in self.pool.next_keys.items():
             column = piece.segment.columns[column_name(name)]
             form = self._forms[key]
@@ -450,15 +453,16 @@ class DiskStorage(ColumnStorage):
                 raise ValueError(f"{piece.segment.name}: {name!r} has no next observations")
 
             low = first - piece.first
-            cuts = column.lengths[low : low + count] > 0
+            counts = column.lengths[low : low + count]
+            cuts = counts > 0
             begin = int(column.lengths[:low].sum())
-            number = int(column.lengths[low : low + count].sum())
-            tails[key] = column.values[begin : begin + number]
+            tails[key] = column.values[begin : begin + int(counts.sum())]
 
         fragments = Fragments.read(columns, keys or BoundaryKeys.probe(batch), cuts)
         ends = {len(values) for values in tails.values()} | {len(fragments.lasts)}
         if len(ends) > 1 or not np.array_equal(fragments.lasts, np.flatnonzero(cuts.numpy())):
             raise ValueError(f"{piece.segment.name}: a trajectory ends without its next observation")
+
         return Rows(count, columns, fragments, tails)
 
     @property
@@ -481,7 +485,6 @@ class DiskStorage(ColumnStorage):
             heads = self._log.pieces.read(self._batch[1] + rows.fragments.firsts, self.pool.pairs)
             at = rows.fragments._replace(firsts=np.arange(len(rows.fragments.firsts)))
             agree = self.pool.compare_heads(ring, at, before, heads, rows.tails, [])
-
         return Links(before, slots, agree)
 
     @override
@@ -512,11 +515,11 @@ class DiskStorage(ColumnStorage):
 
     @override
     def put(self, slots: Tensor, rows: Rows, at: Tensor | None = None) -> None:
-        raise no_edits()
+        raise no_edits_error()
 
     @override
     def write_drawn(self, draw: Draw, data: Any, shape: torch.Size, keys: BoundaryKeys | None) -> None:
-        raise no_edits()
+        raise no_edits_error()
 
     @override
     def read_rows(
@@ -533,17 +536,12 @@ class DiskStorage(ColumnStorage):
 
         names = self.pool.next_keys
         pairs = [key for key, name in names.items() if keys is None or name in keys]
-        if keys is None:
-            asked = None
-        else:
-            asked = (keys - set(names.values())) | set(pairs)
+        others = [key for key in self.columns if key not in pairs and (keys is None or key in keys)]
 
         # Read the rows and their next rows together, so that rows in both are decoded only once.
         following = torch.where(follow.slots < 0, slots, follow.slots)
         both = self._take(torch.cat([slots, following]), set(pairs))
-        columns = self._take(
-            slots, [key for key in self.columns if key not in pairs and (asked is None or key in asked)]
-        )
+        columns = self._take(slots, others)
 
         for key in pairs:
             rows = both[key][: len(slots)]
@@ -551,11 +549,9 @@ class DiskStorage(ColumnStorage):
             if follow.patch.shape[1]:
                 at, entries = follow.patch
                 put_rows(later, at, self.pool.entries[key].take(entries))
-
             columns[names[key]] = later
             if keys is None or key in keys:
                 columns[key] = rows
-
         return columns
 
     def _take(self, slots: Tensor, keys: Collection[NestedKey] | None) -> Columns:
@@ -571,14 +567,13 @@ class DiskStorage(ColumnStorage):
                 for key, column in self.columns.items()
                 if keys is None or key in keys
             }
-
         return pieces.read(np.clip(rows, pieces.firsts[0], end - 1), keys)
 
     @override
-    def _allocate(self, like: Mapping[NestedKey, tuple[torch.dtype, torch.Size]]) -> dict[NestedKey, Column]:
-        forms: dict[NestedKey, Form] = {}
+    def _allocate(self, like: RowForm) -> dict[NestedKey, Column]:
         self._encodings.row_bytes(like)  # raises if they are invalid
 
+        forms: dict[NestedKey, Form] = {}
         for key, (dtype, shape) in like.items():
             dtype_name(dtype)  # raises TypeError here and not on the writer thread
             forms[key] = self._form(key, dtype, shape)
@@ -601,12 +596,8 @@ class DiskStorage(ColumnStorage):
     @override
     def tables(self, pool_rows: int) -> dict[str, Any]:
         layout = self._log.layout
-        if layout is None:
-            saved = None
-        else:
-            saved = layout.to_json()
-        log = {"offset": self._offset, "layout": saved}
-
+        noted = None if layout is None else layout.to_json()
+        log = {"offset": self._offset, "layout": noted}
         return super().tables(pool_rows) | {"log": log}
 
     def linked(self, tables: dict[str, Any], version: LoadedVersion, ring: Ring) -> dict[str, Any]:
@@ -620,25 +611,28 @@ class DiskStorage(ColumnStorage):
         log = tables["log"]
         offset = log["offset"]
         noted = log["layout"]
-
         # offset is negative if the ring skipped the rest of a round and the files did not.
         if type(offset) is not int or not 0 <= offset + ring.head <= offset + ring.written < MOST_ROWS:
             raise damaged(f"its rows are shifted by {offset!r}")
+
         try:
             layout = Layout.from_json(noted)
         except ValueError as error:
             raise damaged(f"its rows are of an unknown form ({error})") from None
+
         noted_forms = {key: (form.dtype, form.shape) for key, form in layout.forms.items()}
         expected = {key: self._form(key, *kind) for key, kind in tables["like"].items()}
         if noted_forms != dict(tables["like"]) or set(layout.pairs) != set(tables["pool"]):
             raise damaged("its rows have other entries than its description lists")
-        if wrong := [key for key, form in layout.forms.items() if form.name != expected[key].name]:
+        wrong = [key for key, form in layout.forms.items() if form.name != expected[key].name]
+        if wrong:
             raise damaged(f"its entry {wrong[0]!r} has another form than its description says")
 
         head = offset + ring.head
         end = offset + ring.written
         check_rows((head, end), (version.head, version.end))
-        if text := columns_differ(version.columns, layout):
+        text = columns_differ(version.columns, layout)
+        if text:
             raise damaged(text)
 
         for segment in version.segments:
@@ -669,6 +663,7 @@ class DiskStorage(ColumnStorage):
 
         self._offset = rows.offset
         self._use_layout(rows.layout)
+
         if self.pool is not None:
             self.known = None
             for key, column in self.pool.entries.items():
@@ -703,5 +698,10 @@ class DiskStorage(ColumnStorage):
 
 
 def _close(log: RowLog, read_only: bool, process: int) -> None:
-    if process == os.getpid():  # a fork inherits the finalizer, but not the folder
-        log.folder.close() if read_only else log.close_later()
+    if process != os.getpid():  # a fork inherits the finalizer, but not the folder
+        return
+
+    if read_only:
+        log.folder.close()
+    else:
+        log.close_later()

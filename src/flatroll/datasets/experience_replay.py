@@ -28,10 +28,10 @@ from flatroll.buffers.replay_buffer import Drawn, Made
 from flatroll.buffers.transforms.transform import TransformLike
 from flatroll.datasets.fetch import fetch_url
 from flatroll.datasets.folders import Batch, convert, recover_place
-from flatroll.datasets.ids import unknown_id
+from flatroll.datasets.ids import unknown_id_error
 from flatroll.datasets.preprocess import RowsDataset, preprocess
 from flatroll.disk import Folder
-from flatroll.layout.checks import expect, file_path, flags, one_of, whole_number
+from flatroll.layout.checks import check_choice, check_flags, check_path, check_type, check_whole_number
 from flatroll.layout.keys import NestedKey
 from flatroll.layout.trajectories import split_trajectories
 
@@ -125,35 +125,31 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
 
         self.dataset_id = str(dataset_id)
         root = options.pop("root", None)
-        home = Path.home() / ".cache/flatroll" / self.kind
-
-        if root is None:
-            self.root = home
-        else:
-            self.root = file_path("root", root).expanduser().absolute()
+        self.root = Path.home() / ".cache/flatroll" / self.kind
+        if root is not None:
+            self.root = check_path("root", root).expanduser().absolute()
 
         named = {name: options.get(name, False) for name in ("pin_memory", "split_trajs", "verify")}
-        progress = options.get("progress")
-        if progress is None:
-            shown = False
-        else:
-            shown = progress
-        flags(**named, progress=shown)
+        check_flags(**named)
+        if (progress := options.get("progress")) is not None:
+            check_flags(progress=progress)
         if (writer := options.get("writer")) is not None:
-            expect("writer", writer, Writer, "a Writer")
+            check_type("writer", writer, Writer, "a Writer")
 
         download = options.pop("download", True)
         fetch = options.pop("fetch", None)
         if (urls := options.pop("download_url", None)) is not None:
             if fetch is not None:
                 raise ValueError("pass fetch or download_url, not both")
-            addresses = [urls] if isinstance(urls, str) else urls
-            fetch = partial(self._download, addresses)
-
-        one_of("download", download, (True, False, "force"))
+            if isinstance(urls, str):
+                urls = [urls]
+            fetch = partial(self._download, urls)
+        check_choice("download", download, (True, False, "force"))
         encoded = {name: options.pop(name, None) for name in ("codec", "frame_stack", "progress")}  # type: ignore[misc]
+
         self.data_path = self._place()
         recover_place(self.data_path)
+
         if download == "force" and not self.kind:
             raise ValueError(
                 "download='force' is for published sets: to replace a folder, call convert(..., overwrite=True)"
@@ -193,8 +189,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
             longest = self._longest_trajectory(storage)
             options["sampler"] = options.get("sampler") or SliceSampler(slice_len=longest, fill=False)
             if size is not None:
-                size = whole_number("batch_size", size) * longest
-
+                size = check_whole_number("batch_size", size) * longest
         self._longest = longest
         super().__init__(storage, batch_size=size, **options)  # type: ignore[arg-type]
         if not len(self):
@@ -206,12 +201,10 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         """The converted folder."""
         if not self.kind:
             return Path(self.dataset_id).absolute()
-
         place = (self.root / self.dataset_id).resolve()
         if self.root.resolve() not in place.parents:
             raise ValueError(f"dataset_id must be a name below root, got {self.dataset_id!r}")
         self._check_id()
-
         return place
 
     def _check_id(self) -> None:
@@ -237,7 +230,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
     def _check_known(self) -> None:
         """Raise ValueError if the name is not in `available_datasets`."""
         if self.available_datasets and self.dataset_id not in self.available_datasets:
-            raise unknown_id(type(self).__name__, self.dataset_id, self.available_datasets)
+            raise unknown_id_error(type(self).__name__, self.dataset_id, self.available_datasets)
 
     def _convert(self, source: Any) -> Iterator[Batch]:
         """Yield the rows of the fetched files as `convert` takes them, trajectories end to end."""
@@ -251,7 +244,6 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         """Raise ValueError if the folder is of another kind of set, or was made with other options."""
         if not self.kind:
             return
-
         made = Folder(self.data_path).load().extra
         asked = self._facts()
         for name in ("kind", "options"):
@@ -269,11 +261,12 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
                 found = self._fetch(folder)
             else:
                 found = fetch(self.dataset_id, folder)
-            source = folder if found is None else found
 
+            if found is None:
+                found = folder
             try:
                 convert(
-                    self._convert(source), self.data_path, facts=self._facts(), overwrite=overwrite, **encoded
+                    self._convert(found), self.data_path, facts=self._facts(), overwrite=overwrite, **encoded
                 )
             except FileExistsError:  # another process has created it meanwhile
                 if overwrite or not self.data_path.exists():
@@ -306,7 +299,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
     @override
     def next_sample(self, batch_size: int | None) -> Made:
         if batch_size is not None and self.split_trajs:
-            batch_size = whole_number("batch_size", batch_size) * self._longest
+            batch_size = check_whole_number("batch_size", batch_size) * self._longest
         return super().next_sample(batch_size)
 
     @override
@@ -389,11 +382,12 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         ...     [batch["x"].tolist() for batch in DataLoader(rows, batch_size=None, collate_fn=rows.collate)]
         [[0, 1], [2, 3], [4]]
         """
-        size = self._rows_asked if batch_size is None else batch_size
-        if size is None:
+        if batch_size is None:
+            batch_size = self._rows_asked
+        if batch_size is None:
             raise ValueError("batch_size must be given here or to the data set")
-        flags(shuffle=shuffle)
-        return RowsDataset(open_rows, self.data_path, whole_number("batch_size", size), shuffle)
+        check_flags(shuffle=shuffle)
+        return RowsDataset(open_rows, self.data_path, check_whole_number("batch_size", batch_size), shuffle)
 
 
 def open_rows(path: Path) -> ReplayBuffer:
@@ -412,9 +406,9 @@ def slices(
     """Put a sampler of slices into the options, if slices are asked for."""
     if num_slices is None and slice_len is None:
         return
+
     if options.get("sampler") is not None:
         raise ValueError("pass num_slices and slice_len, or sampler, not both")
-
     kind = SliceSampler if replacement else SliceSamplerWithoutReplacement
     options["sampler"] = kind(
         num_slices=num_slices, slice_len=slice_len, strict_length=strict, pad_output=pad

@@ -31,7 +31,6 @@ def fetch_url(
     """
     if url.partition(":")[0] not in ("http", "https", "file"):
         raise ValueError(f"url must begin with http:, https: or file:, got {url!r}")
-
     target = Path(path)
     if target.is_dir():
         target = target / url.rstrip("/").rpartition("/")[2]
@@ -41,19 +40,14 @@ def fetch_url(
         with urllib.request.urlopen(url, timeout=timeout) as answer, open(beside, "wb") as file:
             claimed = answer.headers.get("Content-Length")
             done = 0
-            if claimed:
-                size = int(claimed)
-            else:
-                size = None
-
-            with progress_bar(size, progress, target.name, "B") as bar:
+            total = int(claimed) if claimed else None
+            with progress_bar(total, progress, target.name, "B") as bar:
                 while piece := answer.read(1 << 20):
                     done += len(piece)
                     if max(done, int(claimed or 0)) > max_bytes:
                         raise ValueError(f"{url} has more than max_bytes={max_bytes}")
                     file.write(piece)
                     bar.update(len(piece))
-
         if claimed is not None and done != int(claimed):
             raise OSError(f"{url} ended after {done} of {claimed} bytes")
         return beside.rename(target)

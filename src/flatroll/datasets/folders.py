@@ -64,7 +64,6 @@ class RowPiece(NamedTuple):
         # Index in `ends` of each row that it contains.
         places = torch.searchsorted(self.ends, rows)
         known = (self.ends[places] == rows).nonzero().squeeze(-1)
-
         found: Columns = {}
         for key, tails in self.tails.items():
             found[key] = take_rows(self.columns[key], (rows + 1).clamp_(max=last))
@@ -90,8 +89,10 @@ def gather(batches: Iterable[Batch], piece_bytes: int) -> Iterator[RowPiece]:
     """
     memory: _PieceMemory | None = None
     names: dict[NestedKey, NestedKey] = {}
+
     for number, batch in enumerate(batches):
         columns = _by_key(batch, names, number)
+
         counts = {value.shape[:1] for value in columns.values()}
         if len(counts) > 1 or () in counts:
             shapes = {key: list(value.shape) for key, value in columns.items()}
@@ -118,6 +119,7 @@ class _PieceMemory:
 
     def __init__(self, like: Mapping[NestedKey, Tensor | Array], piece_bytes: int) -> None:
         self.kinds = {key: (value.dtype, value.shape[1:]) for key, value in like.items()}
+
         # as tensors, so that `columns` has torch's dtypes
         rows = {key: _tensor(value[:0]) for key, value in like.items()}
         self.roots = state_pairs(rows)
@@ -129,13 +131,14 @@ class _PieceMemory:
             self.left_out = {next_key(key) for key in self.roots}
         else:
             self.left_out = set()
+
         stored = [row for key, row in rows.items() if key not in self.left_out]
         self.rows = max(1, piece_bytes // max(1, sum(row.shape[1:].numel() * row.itemsize for row in stored)))
         self.used = 0
+
         self.columns = {
             key: row.new_empty((self.rows, *row.shape[1:]), device="cpu") for key, row in rows.items()
         }
-
         # Capacity for one tail per row; untouched pages take no memory.
         self.tails = {key: torch.empty_like(self.columns[key]) for key in self.roots}
         self.ends: list[int] = []
@@ -176,7 +179,6 @@ class _PieceMemory:
                     len(self.ends) + 1,
                     columns[next_key(key)][stop - 1 : stop],
                 )
-
             self.ends.append(end - 1)
 
         self.used = end
@@ -188,10 +190,10 @@ class _PieceMemory:
         ends = torch.tensor(self.ends, dtype=torch.int64)
         self.used = 0
         self.ends = []
+
         if not self.shifted:
             return RowPiece({key: column[:rows] for key, column in self.columns.items()})
         columns = {key: column[:rows] for key, column in self.columns.items() if key not in self.left_out}
-
         return RowPiece(columns, ends, {key: tails[: len(ends)] for key, tails in self.tails.items()})
 
     def _views(self, columns: Mapping[NestedKey, Tensor | Array]) -> bool:
@@ -204,7 +206,9 @@ class _PieceMemory:
             whole = self.piece().whole()
             for key in map(next_key, self.roots):
                 self.columns[key][:rows] = whole.columns[key]
-        self.used, self.shifted, self.left_out = rows, False, set()
+        self.used = rows
+        self.shifted = False
+        self.left_out = set()
 
 
 def _by_key(
@@ -215,27 +219,24 @@ def _by_key(
         if batch.batch_dims != 1:
             raise ValueError(f"batch {number} must be flat, [N], got {list(batch.batch_size)}")
         return leaves(batch)
+
     if not isinstance(batch, Mapping):
         raise TypeError(
-            f"batches must be flat batches or mappings, got {checks.shown(batch)} as batch {number}"
+            f"batches must be flat batches or mappings, got {checks.as_text(batch)} as batch {number}"
         )
+
     if not any(isinstance(value, np.ndarray) for value in batch.values()):
         return cast(Columns, batch)
-
     found: dict[NestedKey, Tensor | Array] = {}
     for name, array in cast(Mapping[NestedKey, Array], batch).items():
         if array.dtype.kind not in "biufc":
             raise TypeError(f"column {name!r} must hold numbers or bools, got {array.dtype}: leave it out")
-
         if name not in names:
-            if isinstance(name, str):
-                parts = tuple(name.split("."))
-            else:
-                parts = name
+            parts = tuple(name.split(".")) if isinstance(name, str) else name
             names[name] = plain_key(parts)
-
-        found[names[name]] = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
-
+        if not array.dtype.isnative:
+            array = array.astype(array.dtype.newbyteorder("="))
+        found[names[name]] = array
     return found
 
 
@@ -259,6 +260,7 @@ def _is_view(root: Tensor | Array, following: Tensor | Array) -> bool:
         same = root.device == following.device and root.stride() == following.stride()
         same &= root.is_conj() == following.is_conj() and root.is_neg() == following.is_neg()
         return same and following.data_ptr() == root.data_ptr() + root.stride(0) * root.itemsize
+
     places = [values.__array_interface__["data"][0] for values in (root, following)]  # type: ignore[union-attr]
     return root.strides == following.strides and places[1] == places[0] + root.strides[0]  # type: ignore[union-attr]
 
@@ -295,18 +297,14 @@ def write_folder(
     # manifest.
     with Folder(place_beside(target)[0], write=True, overwrite=True, segment_bytes=1, log=False) as folder:
         for piece in pieces:
-            layout = layout or _layout_of(piece, kinds or {})
-            if folder.segments:
-                first_row = folder.end
-            else:
-                first_row = first
-            folder.append(_encode(piece, layout), first=first_row)
+            layout = layout or _choose_layout(piece, kinds or {})
+            start = folder.end if folder.segments else first
+            folder.append(_encode(piece, layout), first=start)
 
         if layout is None or not folder.segments:
             raise ValueError(f"no rows to convert into {target}")
         _check_place(target, overwrite)  # another process may have made it meanwhile
         publish(folder, layout, target, facts)
-
     return Written(folder.end, layout)
 
 
@@ -328,9 +326,9 @@ def publish(folder: Folder, layout: Layout, target: Path, facts: Mapping[str, An
         BlockingIOError: the existing folder is being written to.
     """
     folder.publish(layout.to_json(), extra=dict(facts or {}))
+
     old = place_beside(target)[1]
     remove_folder(old)
-
     try:
         files.rename(folder.path, target)  # also replaces an empty folder
     except OSError as error:
@@ -367,10 +365,11 @@ def place_beside(target: Path) -> tuple[Path, Path]:
     return target.parent / f".{target.name}.part", target.parent / f".{target.name}.old"
 
 
-def _layout_of(piece: RowPiece, kinds: Mapping[NestedKey, type[Form]]) -> Layout:
+def _choose_layout(piece: RowPiece, kinds: Mapping[NestedKey, type[Form]]) -> Layout:
     """Choose the layout from the first rows of a data set."""
     rows = piece.columns
     pairs = list(piece.tails)
+
     if not pairs:
         rows = {key: values[:_ROWS_LOOKED_AT] for key, values in rows.items()}
         piece = RowPiece(rows)
@@ -383,14 +382,14 @@ def _layout_of(piece: RowPiece, kinds: Mapping[NestedKey, type[Form]]) -> Layout
     if pairs and len(_lasts(piece, pairs)) > _count(rows) // 2:
         pairs = []  # n-step rows, or trajectories of one row each
 
-    rows = rows if pairs else piece.whole().columns
+    if not pairs:
+        rows = piece.whole().columns
     twice = {next_key(key) for key in pairs}
     forms = {
         key: kinds.get(key, Form)(values.dtype, values.shape[1:])
         for key, values in rows.items()
         if key not in twice
     }
-
     return Layout(forms, pairs, [])
 
 
@@ -408,12 +407,10 @@ def _encode(piece: RowPiece, layout: Layout) -> dict[str, Tensor | Ragged]:
         lasts = _lasts(piece, layout.pairs)
         lengths = torch.zeros(_count(rows), dtype=torch.int64)
         lengths[torch.from_numpy(lasts)] = 1
-
         if piece.tails:
             tails = piece.following(torch.from_numpy(lasts))
         else:
             tails = NextPool(layout.pairs).tails(rows, None, lasts)
-
         for key, values in tails.items():
             columns[column_name(next_key(key))] = Ragged(values, lengths)
 
@@ -488,17 +485,15 @@ def convert(
             "[buffer.oldest_first()] for the rows of a buffer"
         )
 
-    checks.iterable("batches", batches, "a list or an iterator of flat batches")
-    if progress is None:
-        shown = False
-    else:
-        shown = progress
-    checks.flags(overwrite=overwrite, progress=shown)
-    checks.whole_number("segment_bytes", segment_bytes)
+    checks.check_iterable("batches", batches, "a list or an iterator of flat batches")
+    checks.check_flags(overwrite=overwrite)
+    if progress is not None:
+        checks.check_flags(progress=progress)
+    checks.check_whole_number("segment_bytes", segment_bytes)
     if facts is not None:
-        facts = dict(checks.expect("facts", facts, Mapping, "a dict"))
+        facts = dict(checks.check_type("facts", facts, Mapping, "a dict"))
 
-    place = checks.file_path("path", path)
+    place = checks.check_path("path", path)
     options = Encodings(frame_stack, codec)
     kinds: dict[NestedKey, type[Form]] = dict.fromkeys(options.frame_stack, FrameForm)
     kinds |= dict.fromkeys(options.codec, ZstdForm)
@@ -509,7 +504,6 @@ def convert(
                 options.row_bytes(
                     {key: (values.dtype, values.shape[1:]) for key, values in piece.columns.items()}
                 )
-
             yield piece
             bar.update(len(next(iter(piece.columns.values()))))
 

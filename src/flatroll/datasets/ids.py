@@ -4,10 +4,10 @@ from collections.abc import Collection
 from difflib import get_close_matches
 
 
-def unknown_id(kind: str, name: str, known: Collection[str]) -> ValueError:
+def unknown_id_error(kind: str, name: str, known: Collection[str]) -> ValueError:
     """Return the error for an unknown data set name; it lists similar names.
 
-    >>> unknown_id("D4RL", "hoper-medium-v2", D4RL).args[0]
+    >>> unknown_id_error("D4RL", "hoper-medium-v2", D4RL).args[0]
     "D4RL has no set 'hoper-medium-v2': did you mean 'hopper-medium-v2', 'hopper-medium-v1', 'hopper-medium-v0'?"
     """
     near = get_close_matches(name, known, n=3)

@@ -24,7 +24,7 @@ from flatroll.buffers.storages.item_kinds import leaves
 from flatroll.datasets.folders import RowPiece, place_beside, publish, write_folder
 from flatroll.datasets.progress import progress_bar
 from flatroll.disk import Folder, Segment
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import check_whole_number
 from flatroll.layout.keys import NestedKey, next_key
 from flatroll.sharing import pack, unpack
 
@@ -53,7 +53,7 @@ def preprocess(
         raise FileExistsError(f"dest={dest} exists: remove it first, or choose another folder")
 
     parts = dest.parent / f".{dest.name}.parts"
-    stamp = {"rows": [source.name, *_files(source)], "bounds": bounds, "fn": _stamp_of(fn)}
+    stamp = {"rows": [source.name, *_files(source)], "bounds": bounds, "fn": _fingerprint(fn)}
     first = parts / str(bounds[0][0])
 
     # Remove pieces made by another function or from other rows, and pieces that a dead process was removing.
@@ -64,10 +64,10 @@ def preprocess(
 
     if not all(Folder(path).versions() for path in there) or (first.exists() and _load(first)[1] != stamp):
         shutil.rmtree(parts)
+
     # The first piece determines the rows' form; it is created here.
     work = _Work(open_rows(source), fn, parts, stamp, None)
     forms = _load(source)[0].forms
-
     # Compressed entries stay compressed; entries that were frame stacks may no longer be stacks.
     work.kinds = {key: type(form) for key, form in forms.items() if form.name != "frames"}
 
@@ -77,7 +77,6 @@ def preprocess(
         if num_workers:
             packed = pack((open_rows, source, fn, parts, stamp, work.layout.to_json()))
             context = get_context(mp_start_method)
-
             with ProcessPoolExecutor(num_workers, context, _begin_work, packed) as pool:
                 try:
                     for rows in pool.map(_do, bounds[1:]):
@@ -175,40 +174,39 @@ def _bounds(path: Path, num_chunks: int | None = None, num_frames: int | None = 
     """First and end of each piece of the rows: files, or ``num_chunks`` of one size."""
     folder = Folder(path)
     rows = folder.recover()  # the rows that a buffer over the folder has; the buffer numbers them from 0
-    if num_frames is None:
-        end = len(rows)
-    else:
-        end = min(len(rows), whole_number("num_frames", num_frames))
+    end = len(rows)
+    if num_frames is not None:
+        end = min(end, check_whole_number("num_frames", num_frames))
 
     if num_chunks is None:
         spans = [
             (max(part.first - rows.start, 0), min(part.end - rows.start, end)) for part in folder.segments
         ]
         return [[first, stop] for first, stop in spans if first < stop]
-    edges = torch.linspace(0, end, min(whole_number("num_chunks", num_chunks), end) + 1).long().tolist()
 
+    edges = torch.linspace(0, end, min(check_whole_number("num_chunks", num_chunks), end) + 1).long().tolist()
     return [[first, stop] for first, stop in pairwise(edges)]
 
 
-def _stamp_of(fn: Any) -> str:
+def _fingerprint(fn: Any) -> str:
     """Return an identity of a function: its code, constants and captured values."""
     return hashlib.sha256(repr(_describe(fn, ())).encode()).hexdigest()
 
 
 def _describe(value: Any, within: tuple[int, ...]) -> Any:
-    """A value as text, numbers and tuples of them, alike in all processes; ``within`` has the ids of what holds it.
+    """A value as text, numbers and tuples of them, the same in all processes; ``within`` has the ids of what holds it.
 
     Of functions: code, defaults, what a closure holds, and the data and functions of the module that the code names. Of
     other objects: what pickle would keep. What it cannot keep (an open file, a lock) is unlike anything.
     """
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype):
         return type(value).__name__, repr(value)
-    if id(value) in within or len(within) > _DEEPEST:
-        if id(value) in within:
-            return "above"
+    if id(value) in within:
+        return "above"
+    if len(within) > _DEEPEST:
         return secrets.token_hex(8)
-
     within = (*within, id(value))
+
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         data = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         content = data.reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -216,11 +214,13 @@ def _describe(value: Any, within: tuple[int, ...]) -> Any:
     if isinstance(value, np.ndarray) and value.dtype != object:
         content = np.ascontiguousarray(value).tobytes()
         return "array", str(value.dtype), value.shape, hashlib.sha256(content).hexdigest()
+
     if isinstance(value, CodeType):
         constants = _describe(value.co_consts, within)
         return value.co_code, value.co_names, value.co_varnames, value.co_freevars, constants
     if isinstance(value, FunctionType):
         return _describe_function(value, within)
+
     if isinstance(value, Mapping):
         items = [(_describe(key, within), _describe(item, within)) for key, item in value.items()]
         return type(value).__qualname__, tuple(items)
@@ -228,17 +228,19 @@ def _describe(value: Any, within: tuple[int, ...]) -> Any:
         return "set", tuple(sorted(repr(_describe(item, within)) for item in value))
     if isinstance(value, list | tuple):
         return type(value).__qualname__, tuple(_describe(item, within) for item in value)
+
     if isinstance(value, type):
         methods = {name: item for name, item in vars(value).items() if isinstance(item, FunctionType)}
         own = value.__module__ == "__main__" or "<locals>" in value.__qualname__
-        if own:
-            described = _describe(methods, within)
-        else:
-            described = ()
-        return value.__module__, value.__qualname__, described
-
+        described_methods = _describe(methods, within) if own else ()
+        return value.__module__, value.__qualname__, described_methods
     if isinstance(value, ModuleType):
         return "module", value.__name__
+    return _describe_object(value, within)
+
+
+def _describe_object(value: Any, within: tuple[int, ...]) -> Any:
+    """What pickle would keep of any other object."""
     try:
         kept = value.__reduce_ex__(4)
     except (TypeError, AttributeError, PicklingError, RuntimeError):
@@ -259,7 +261,7 @@ def _describe_function(fn: FunctionType, within: tuple[int, ...]) -> Any:
             cells.append(None)
 
     used = {}
-    for name in _names_of(fn.__code__) & fn.__globals__.keys():
+    for name in _find_names(fn.__code__) & fn.__globals__.keys():
         value = fn.__globals__[name]
         if isinstance(value, _DATA) or (
             isinstance(value, FunctionType) and value.__module__ == fn.__module__
@@ -270,9 +272,9 @@ def _describe_function(fn: FunctionType, within: tuple[int, ...]) -> Any:
     return fn.__module__, fn.__qualname__, _describe(holds, within)
 
 
-def _names_of(code: CodeType) -> set[str]:
+def _find_names(code: CodeType) -> set[str]:
     """Names that the code, or a function within it, looks up."""
-    inner = (_names_of(part) for part in code.co_consts if isinstance(part, CodeType))
+    inner = (_find_names(part) for part in code.co_consts if isinstance(part, CodeType))
     return set(code.co_names).union(*inner)
 
 
@@ -297,23 +299,28 @@ class RowsDataset(IterableDataset[TensorDictBase]):
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         info = get_worker_info()
-        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        if info is None:
+            worker = 0
+            workers = 1
+            seed = int(torch.randint(2**62, ()))
+        else:
+            worker = info.id
+            workers = info.num_workers
+            seed = info.seed - info.id
 
-        # All workers of a pass must shuffle the files alike. The seed of a worker is a base seed plus its id.
+        # All workers of a pass must shuffle the files in the same order. A worker's seed is a base seed plus its id.
         generator = torch.Generator()
-        seed = torch.randint(2**62, ()) if info is None else info.seed - info.id
-        generator.manual_seed((int(seed) + self._passes) % 2**63)
+        generator.manual_seed((seed + self._passes) % 2**63)
         self._passes += 1
-        bounds = _bounds(self.path)
 
+        bounds = _bounds(self.path)
         if self.shuffle:
             order = torch.randperm(len(bounds), generator=generator)
         else:
             order = torch.arange(len(bounds))
-
         of_file = torch.randint(2**62, (len(bounds),), generator=generator).tolist()
-        rows = self.open_rows(self.path)
 
+        rows = self.open_rows(self.path)
         for number in order[worker::workers].tolist():
             first, end = bounds[number]
             numbers = torch.arange(first, end)
@@ -321,7 +328,6 @@ class RowsDataset(IterableDataset[TensorDictBase]):
                 # the same in every worker, different for each file
                 generator.manual_seed(of_file[number])
                 numbers = numbers[torch.randperm(len(numbers), generator=generator)]
-
             for start in range(0, len(numbers), self.batch_size):
                 yield rows[numbers[start : start + self.batch_size]]
 

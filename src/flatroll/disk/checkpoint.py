@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from flatroll.disk.folder import Folder, LoadedVersion
 from flatroll.disk.manifest import Version
 from flatroll.disk.state_tree import DamagedState, Packer, damaged, unpack
-from flatroll.layout.checks import file_path, flags, whole_number
+from flatroll.layout.checks import check_flags, check_path, check_whole_number
 
 #: Values saved together with a buffer: plain values by name.
 Others: TypeAlias = Mapping[str, Any]
@@ -116,16 +116,19 @@ class Checkpoint:
         overwrite: bool = False,
         **others: Stateful | None,
     ) -> None:
-        self.path = file_path("path", path).absolute()  # absolute: the working directory may change
-        flags(rng=rng, sync=sync, overwrite=overwrite)
+        self.path = check_path("path", path).absolute()  # absolute: the working directory may change
+        check_flags(rng=rng, sync=sync, overwrite=overwrite)
+
         self._buffer = buffer
         self._rng = rng
         named = {"collector": collector, "policy": policy, "optimizer": optimizer, **others}
         self._parts = {name: part for name, part in named.items() if part is not None}
-        self._options = SaveOptions(sync, whole_number("keep", keep), overwrite)
+        self._options = SaveOptions(sync, check_whole_number("keep", keep), overwrite)
+
         self._folder: Folder | None = None  # saved to or loaded last
         self._left: list[str] = []  # what a partial load left in the folder
         self._complete = False  # whether the parts were found to hold what the optimizers train
+
         if buffer is not None and not isinstance(buffer, Saves):
             raise TypeError(
                 f"buffer must be a ReplayBuffer or a ReplayBufferEnsemble, got {type(buffer).__name__}"
@@ -172,10 +175,7 @@ class Checkpoint:
             _check_trained(self._parts, parts)
             self._complete = True
 
-        if self._rng:
-            generators = _generators()
-        else:
-            generators = None
+        generators = _generators() if self._rng else None
         others = {"parts": parts, "rng": generators, "extra": extra}
         if self._buffer is not None:
             return self._buffer.save_version(self.path, others, self._options).number
@@ -183,7 +183,6 @@ class Checkpoint:
         packer = Packer()
         packer.add("buffer", None)
         packer.add("others", others)
-
         with Folder(
             self.path, write=True, log=False, resume=self._folder, **self._options._asdict()
         ) as folder:
@@ -219,7 +218,7 @@ class Checkpoint:
         >>> torch.equal(policy.weight, other.weight)
         True
         """
-        flags(strict=strict, partial=partial)
+        check_flags(strict=strict, partial=partial)
         apply: Apply | None = None
         left: list[str] = []
 
@@ -229,12 +228,12 @@ class Checkpoint:
             if not self.path.is_dir():
                 raise FileNotFoundError(f"there is no folder {self.path}: save makes it")
 
+            def read(loaded: LoadedVersion) -> dict[str, Any]:
+                rows = loaded.end - loaded.head if partial else 0
+                return read_tree(loaded, rows)
+
             folder = Folder(self.path)
-            tree = folder.load_with(
-                lambda loaded: read_tree(loaded, loaded.end - loaded.head if partial else 0),
-                version,
-                strict=strict,
-            )
+            tree = folder.load_with(read, version, strict=strict)
             if tree["buffer"] is not None:
                 if not partial:
                     raise ValueError(
@@ -242,7 +241,6 @@ class Checkpoint:
                         "leave it out with load(partial=True)"
                     )
                 left = ["buffer"]
-
             others = tree["others"]
             self._folder = folder
 
@@ -258,39 +256,41 @@ class Checkpoint:
                 raise damaged(
                     f"its extra values are a {type(extra).__name__} and its parts a {type(states).__name__}"
                 )
-
             left += sorted(map(str, states.keys() - self._parts.keys()))
-            lacks = self._parts.keys() - states.keys()
-            if lacks or (left and not partial):
-                named = str(sorted(map(str, states)))[:400]
-                if lacks:
-                    part = ""
-                else:
-                    part = ", or leave the others out with load(partial=True)"
-
-                raise ValueError(
-                    f"the version has the parts {named}, this Checkpoint has {sorted(self._parts)}: create it "
-                    f"with the same parts{part}"
-                )
+            self._check_parts(states, surplus=bool(left) and not partial)
             if generators is not None:
                 _check_generators(generators)
         except ValueError as error:
             error.add_note(f"while {self.path} was read")
             raise
 
+        # All of it is sound: load it.
         self._load_parts(states)
         if apply is not None:
             apply()
         if self._rng and not partial and generators is not None:
             _set_generators(generators)
         self._left = left
-
         return dict(extra)
+
+    def _check_parts(self, states: dict[str, Any], *, surplus: bool) -> None:
+        """Raise ValueError if a version lacks parts of this object, or has a ``surplus`` that it may not have."""
+        lacks = self._parts.keys() - states.keys()
+        if not lacks and not surplus:
+            return
+
+        named = str(sorted(map(str, states)))[:400]
+        advice = "" if lacks else ", or leave the others out with load(partial=True)"
+        raise ValueError(
+            f"the version has the parts {named}, this Checkpoint has {sorted(self._parts)}: create it "
+            f"with the same parts{advice}"
+        )
 
     def _load_parts(self, states: dict[str, Any]) -> None:
         """Load all parts, or none."""
         before = {name: copy.deepcopy(part.state_dict()) for name, part in self._parts.items()}
         tried: list[str] = []
+
         try:
             for name, part in self._parts.items():
                 tried.append(name)
@@ -304,9 +304,10 @@ class Checkpoint:
 
 def _check_trained(parts: Mapping[str, Stateful], states: Mapping[str, Any]) -> None:
     """Raise ValueError if an optimizer among ``parts`` trains a parameter that no other part holds."""
-    optimizers = {
-        name: groups for name, part in parts.items() if (groups := getattr(part, "param_groups", None))
-    }
+    optimizers = {}
+    for name, part in parts.items():
+        if groups := getattr(part, "param_groups", None):
+            optimizers[name] = groups
     if not optimizers:
         return
 
@@ -316,7 +317,6 @@ def _check_trained(parts: Mapping[str, Stateful], states: Mapping[str, Any]) -> 
     for name, part in parts.items():
         if name in optimizers:
             continue
-
         tensors = [leaf for leaf in tree_leaves(states[name]) if isinstance(leaf, Tensor)]
         shared |= {(tensor.data_ptr(), tensor.shape) for tensor in tensors}
         if isinstance(part, nn.Module):
@@ -327,7 +327,6 @@ def _check_trained(parts: Mapping[str, Stateful], states: Mapping[str, Any]) -> 
     def is_saved(parameter: Tensor) -> bool:
         if id(parameter) in held or (parameter.data_ptr(), parameter.shape) in shared:
             return True
-
         return any(
             tensor.shape == parameter.shape
             and tensor.dtype is parameter.dtype
@@ -339,11 +338,9 @@ def _check_trained(parts: Mapping[str, Stateful], states: Mapping[str, Any]) -> 
         trained = [parameter for group in groups for parameter in group["params"]]
         missing = [list(parameter.shape) for parameter in trained if not is_saved(parameter)]
         if missing:
+            shapes = ", ".join(map(str, missing[:3]))
             if len(missing) > 3:
-                more = ", ..."
-            else:
-                more = ""
-            shapes = ", ".join(map(str, missing[:3])) + more
+                shapes += ", ..."
             raise ValueError(
                 f"{name} trains {len(trained)} parameters, of which {len(missing)} are in no part of this Checkpoint "
                 f"(shapes {shapes}) and would be lost: pass the module that holds them all, such as "
@@ -371,11 +368,7 @@ def read_tree(version: LoadedVersion, rows: int) -> dict[str, Any]:
 
 def _generators() -> dict[str, Any]:
     """Return the states of the global random generators."""
-    if torch.cuda.is_available():
-        cuda = torch.cuda.get_rng_state_all()
-    else:
-        cuda = []
-
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {
         "torch": torch.get_rng_state(),
         "cuda": cuda,

@@ -84,13 +84,10 @@ def replace(source: Path, target: Path, old: Path) -> None:
 
     At once where the system exchanges names. Elsewhere a crash between two renames leaves ``old`` alone.
     """
-    if sys.platform == "linux":
-        name = "renameat2"
-    else:
-        name = "renameatx_np"
-    swap = getattr(_SYSTEM, name, None)
-
+    function = "renameat2" if sys.platform == "linux" else "renameatx_np"
+    swap = getattr(_SYSTEM, function, None)
     names = os.fsencode(source), os.fsencode(target)
+
     if swap is not None and not swap(_THIS_FOLDER, names[0], _THIS_FOLDER, names[1], _EXCHANGE):
         rename(source, old)
     else:
@@ -138,7 +135,6 @@ def lock(path: Path) -> int:
     except BaseException:
         os.close(descriptor)
         raise
-
     return descriptor
 
 
@@ -227,7 +223,6 @@ def publish(folder: Path, name: str, chunks: Iterable[Buffer], *, synced: bool, 
                 sync(descriptor)
         finally:
             close(descriptor)
-
         rename(temporary, path)
         made.append(path)
         if synced and named:
@@ -253,7 +248,8 @@ class SteadyFile(io.RawIOBase):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._descriptor = lock(path)
-        self._position = self._end = 0
+        self._position = 0
+        self._end = 0
         self._failure: BaseException | None = None
         self._unwritten: list[tuple[int, bytes]] = []  # offsets and bytes written since the failure, in order
 
@@ -305,6 +301,7 @@ class SteadyFile(io.RawIOBase):
     @override
     def write(self, data: Any, /) -> int:
         size = memoryview(data).nbytes
+
         if self._failure is None:
             with self._recording():
                 os.lseek(self._descriptor, self._position, os.SEEK_SET)
@@ -312,9 +309,9 @@ class SteadyFile(io.RawIOBase):
 
         if self._failure is not None:
             self._unwritten.append((self._position, bytes(data)))
+
         self._position += size
         self._end = max(self._end, self._position)
-
         return size
 
     @override
@@ -326,7 +323,10 @@ class SteadyFile(io.RawIOBase):
 
         done = 0
         with self._recording():
-            while got := os.preadv(self._descriptor, [view[done:]], first + done) if done < len(view) else 0:
+            while done < len(view):
+                got = os.preadv(self._descriptor, [view[done:]], first + done)
+                if not got:
+                    break
                 done += got
 
         for at, data in self._unwritten:  # the part of [at, at + size) that is inside the view

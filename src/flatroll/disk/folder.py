@@ -37,11 +37,11 @@ from flatroll.disk.segments import (
     damaged_rows,
     difference,
     encode_segment,
+    make_schema,
     read_range,
-    schema_of,
 )
 from flatroll.disk.tensor_file import DamagedFileError, MissingFileError
-from flatroll.layout.checks import expect, file_path, flags, whole_number
+from flatroll.layout.checks import check_flags, check_path, check_type, check_whole_number
 
 T = TypeVar("T")
 LOCK = "lock"
@@ -72,11 +72,12 @@ class Listing(NamedTuple):
         versions = []
         others = []
         foreign = []
+
         for name in files.names(path):
             final = name.removesuffix(files.TEMPORARY)
             rows_name = RowsName.parse(final)
-
             manifest = MANIFEST.fullmatch(final)
+
             if final == LOCK or STATE.fullmatch(final) or (final != name and (rows_name or manifest)):
                 others.append(name)
             elif rows_name is not None:
@@ -184,34 +185,30 @@ class Folder:
         segment_rows: int | None = None,
         max_bytes: int | None = None,
     ) -> None:
-        self.path = file_path("path", path).absolute()  # the working directory may change
-        flags(write=write, sync=sync, log=log, overwrite=overwrite)
+        self.path = check_path("path", path).absolute()  # the working directory may change
+        check_flags(write=write, sync=sync, log=log, overwrite=overwrite)
+
         if resume is not None:
-            expect("resume", resume, (Version, Folder), "a Version, a Folder or None")
+            check_type("resume", resume, (Version, Folder), "a Version, a Folder or None")
         if max_bytes is not None:
-            whole_number("max_bytes", max_bytes, 0)
+            check_whole_number("max_bytes", max_bytes, 0)
 
         self._write = write
         self._sync = sync
         self._log = log
         self._overwrite = overwrite
         self._unsettled = False  # whether names of published rows may not be synced yet
-        self._keep = whole_number("keep", keep)
 
-        if segment_rows is None:
-            rows = MOST_ROWS
-        else:
-            rows = whole_number("segment_rows", segment_rows)
-
-        self._whole = Size(
-            rows,
-            whole_number("segment_bytes", segment_bytes),
-        )
+        self._keep = check_whole_number("keep", keep)
+        most_rows = MOST_ROWS if segment_rows is None else check_whole_number("segment_rows", segment_rows)
+        self._whole = Size(most_rows, check_whole_number("segment_bytes", segment_bytes))
         self._max_bytes = max_bytes
+
         self._turn = threading.RLock()
         self._lock: tuple[int, int] | None = None  # descriptor, and the process that locked it
         self._damaged: set[int] = set()  # unreadable versions
         self._known: set[Version] = set()  # versions that this run knows
+
         self._kept = []
         self._named = []
         self.version = None
@@ -221,11 +218,9 @@ class Folder:
         if self.path.is_dir() or not write:
             listing = Listing.of(self.path)
             if listing.foreign and not (listing.rows or listing.versions or listing.others):
+                shown = ", ".join(listing.foreign[:3])
                 if len(listing.foreign) > 3:
-                    more = ", ..."
-                else:
-                    more = ""
-                shown = ", ".join(listing.foreign[:3]) + more
+                    shown += ", ..."
                 raise ValueError(
                     f"path must be a folder of rows and versions, or an empty or new one; {self.path} holds other "
                     f"files: {shown}"
@@ -234,7 +229,6 @@ class Folder:
         if write:
             files.make_folder(self.path, synced=sync)
             self._lock = _lock(self.path), os.getpid()
-
             try:
                 self._resume(resume)
             except BaseException:
@@ -262,7 +256,6 @@ class Folder:
         if self._lock is not None:
             (descriptor, process) = self._lock
             self._lock = None
-
             try:
                 # Unlock even if processes forked in the meantime also have the descriptor.
                 if process == os.getpid():
@@ -320,19 +313,22 @@ class Folder:
         with self._turn:
             if number is not None:
                 there = self.versions()
-                if whole_number("version", number) not in there:
+                if check_whole_number("version", number) not in there:
+                    listed = "none"
                     if there:
                         listed = f"versions {', '.join(map(str, there))}"
-                    else:
-                        listed = "none"
                     raise FileNotFoundError(f"{self.path} has no version {number}; there are: {listed}")
 
             damage: dict[int, str] = {}
-            # List again each time: a writer may publish and remove versions.
-            while untried := [
-                version for version in ([number] if number else self.versions()) if version not in damage
-            ]:
+            while True:
+                # List again each time: a writer may publish and remove versions.
+                candidates = [number] if number else self.versions()
+                untried = [version for version in candidates if version not in damage]
+                if not untried:
+                    break
+
                 found = untried[0]
+
                 try:
                     manifest = read_manifest(self.path, found)
                     loaded = self._read_version(manifest)
@@ -358,7 +354,6 @@ class Folder:
                         RuntimeWarning,
                         stacklevel=3,
                     )
-
                 return result
 
             if damage:
@@ -389,11 +384,10 @@ class Folder:
                 except MissingFileError:
                     if listing == before:
                         raise
-
                 before = listing  # a writer may have merged or dropped files meanwhile: list them again
-
             if verify and (damage := damaged_rows(segments)):
                 raise DamagedFileError(f"{self.path} holds damaged rows: {'; '.join(damage)}")
+
             if manifest is None:
                 self._kept = []
                 self._named = []
@@ -402,6 +396,7 @@ class Folder:
             else:
                 self._take(manifest, [])
 
+            # In pairs: an interrupt must not come between what belongs together.
             self._line, self._segments = line or self._line, segments
             if segments:
                 self._columns, self.end = segments[-1].schema, segments[-1].end
@@ -410,6 +405,7 @@ class Folder:
             self._loaded = True
             self._admitted = False
             self._begun = False
+
             return range(self.head, self.end)
 
     def read_rows(self, first: int | None = None, end: int | None = None) -> dict[str, Column]:
@@ -423,8 +419,11 @@ class Folder:
             IndexError: the folder does not have all of them.
             DamagedFileError: they are not those that were written; the message names the file.
         """
-        first = self.head if first is None else first
-        end = self.end if end is None else end
+        if first is None:
+            first = self.head
+        if end is None:
+            end = self.end
+
         if not self.head <= first <= end <= self.end:
             raise IndexError(f"rows [{first}, {end}) requested, available are [{self.head}, {self.end})")
         return read_range(self._segments, self._columns, first, end)
@@ -448,12 +447,13 @@ class Folder:
         """
         with self._turn:
             self._begin_change(change=False)
-            first = self.end if first is None else first
+            if first is None:
+                first = self.end
             size = check_columns(columns)
             if first < 0 or (self._segments and first != self.end):
                 raise ValueError(f"first must be {self.end}, the number of the next row, got {first}")
-            if self._segments and schema_of(columns) != self._columns:
-                raise self._other_columns(columns)
+            if self._segments and make_schema(columns) != self._columns:
+                raise self._other_columns_error(columns)
             if not size.rows:
                 return
 
@@ -463,8 +463,8 @@ class Folder:
                 Size(segment.rows, sum(entry.size for entry in segment.header.entries.values()))
                 for segment in self._segments
             ]
-            merged = first_to_merge([*sizes, size], self._whole)
 
+            merged = first_to_merge([*sizes, size], self._whole)
             try:
                 parts: list[Mapping[str, Column]] = [segment.read() for segment in self._segments[merged:]]
             except DamagedFileError as error:  # merging would give damaged rows a valid checksum
@@ -503,6 +503,7 @@ class Folder:
             self._begin_change(change=False)
             if head is not None:
                 self.drop_before(head)
+
             version = Version(max(self.versions(), default=0) + 1, self._line)
             whole = {name: [value] for name, value in (tensors or {}).items()}
             header, chunks = tensor_file.encode(whole, {})
@@ -529,7 +530,6 @@ class Folder:
                 if record is not None:
                     files.publish(self.path, record.name, chunks, synced=self._sync, named=False)
                 self._settle(record is not None)
-
                 # Before publishing: if Ctrl-C interrupts it, this run still knows the version as its own.
                 self._known.add(version)
                 files.publish(self.path, manifest_name(version.number), [text], synced=self._sync)
@@ -537,7 +537,6 @@ class Folder:
                 self.version = version
             finally:
                 self._remove_unused()  # versions that are too old; also the new state if its manifest failed
-
             return version
 
     def replace(self, columns: Mapping[str, Column], first: int) -> None:
@@ -556,10 +555,12 @@ class Folder:
             end = first + check_columns(columns).rows
             firsts = [segment.first for segment in self._segments]
             ends = [segment.end for segment in self._segments]
+
             if first not in firsts or end not in ends:
                 raise ValueError(f"rows [{first}, {end}) are not whole segments, which begin at {firsts}")
-            if schema_of(columns) != self._columns:
-                raise self._other_columns(columns)
+            if make_schema(columns) != self._columns:
+                raise self._other_columns_error(columns)
+
             self._begin_change()
             self._publish_rows([columns], slice(firsts.index(first), ends.index(end) + 1), first, end)
 
@@ -580,7 +581,6 @@ class Folder:
             own = {segment.contents: segment for segment in self._segments}
             adopted: list[Segment] = []
             line = secrets.token_hex(4)  # a new line: rows of the previous version may have the same numbers
-
             for segment in segments:
                 name = RowsName(segment.first, segment.end, line, 0)
                 adopted.append(own.get(segment.contents) or segment.share(self.path, name, synced=self._sync))
@@ -588,8 +588,12 @@ class Folder:
             self._unsettled = True
             self._line = line
             self._segments = adopted
-            self._columns = adopted[-1].schema if adopted else {}
-            self.head, self.end = (adopted[0].first, adopted[-1].end) if adopted else (0, 0)
+            if adopted:
+                self._columns = adopted[-1].schema
+                self.head, self.end = adopted[0].first, adopted[-1].end
+            else:
+                self._columns = {}
+                self.head, self.end = 0, 0
 
     def drop_before(self, row: int) -> None:
         """Drop the rows before this one. Segments entirely before it are removed once no kept version names them.
@@ -599,11 +603,10 @@ class Folder:
         """
         with self._turn:
             self._begin_change(change=False)
-            if whole_number("row", row, 0) <= self.head:
+            if check_whole_number("row", row, 0) <= self.head:
                 return
-
             self._begin_change()
-            self.head, self.end = row, max(row, self.end)
+            self.head, self.end = row, max(row, self.end)  # together: an interrupt must not come between
             if self._segments and self._segments[0].end <= row:
                 self._segments = [segment for segment in self._segments if segment.end > row]
                 self._remove_unused()
@@ -612,13 +615,15 @@ class Folder:
         """Start over: the next version has only rows appended from now on. Older versions are kept as usual."""
         self._segments = []
         self._columns = {}
-        self.head = self.end = 0
+        self.head = 0
+        self.end = 0
         self._line = secrets.token_hex(4)
         self._number = 1  # of the next file of rows
-        self._admitted = self._begun = False
+        self._admitted = False
+        self._begun = False
 
-    def _other_columns(self, columns: Mapping[str, Column]) -> ValueError:
-        text = difference(self._columns, schema_of(columns))
+    def _other_columns_error(self, columns: Mapping[str, Column]) -> ValueError:
+        text = difference(self._columns, make_schema(columns))
         return ValueError(f"the columns must be those of the folder: {text}; write them to another folder")
 
     def _begin_change(self, *, change: bool = True) -> None:
@@ -641,20 +646,17 @@ class Folder:
 
             # Where rows count only as part of a version, rows without one are left over from an interrupted save.
             left_over = not self._log and not listing.versions
-            unknown = bool(self._whole_manifests(newer)) or not (
-                self._loaded or left_over or not (listing.rows or listing.versions)
-            )
+            not_loaded = not (self._loaded or left_over) and (listing.rows or listing.versions)
+            unknown = self._whole_manifests(newer) or not_loaded
+
             if unknown and not self._overwrite:
+                there = "rows"
                 if listing.versions:
                     there = f"version {listing.versions[0]}"
-                else:
-                    there = "rows"
-
                 raise FileExistsError(
                     f"{self.path} holds {there}, which this run has neither loaded nor published: load it first, write "
                     "to another folder, or start again with overwrite=True"
                 )
-
             if unknown:
                 self._line = secrets.token_hex(4)
                 self._kept = self._whole_manifests(listing.versions, self._keep)
@@ -673,13 +675,14 @@ class Folder:
         header, chunks = encode_segment(name, parts)
         files.publish(self.path, str(name), chunks, synced=self._sync, named=self._log)
         self._unsettled |= not self._log
+
         segment = Segment(self.path, name, header)
         unused = self._segments[old]
         head = self.head if self._segments else first
         reached = end if old.stop is None else self.end
-
         # One assignment, which Ctrl-C cannot split, and before files are removed: no row is published twice.
         self._segments[old], self._columns, self.head, self.end = [segment], segment.schema, head, reached
+
         if unused:
             self._remove_unused()
 
@@ -693,7 +696,6 @@ class Folder:
                 if self._unsettled:
                     self.close()
                 raise
-
         self._unsettled = False
 
     def _remove_unused(self) -> None:
@@ -709,6 +711,7 @@ class Folder:
         self._settle()
         needed = {LOCK, *(str(segment.name) for segment in self._segments)}
         needed = needed.union(*(manifest.names for manifest in self._kept))
+
         listing = Listing.of(self.path)
         unused = {name for name in listing.rows if str(name) not in needed}
         inside = find_covered(unused, listing.rows) if unused else set()
@@ -718,11 +721,12 @@ class Folder:
         loose = [
             name for name in (*map(manifest_name, listing.versions), *listing.others) if name not in needed
         ]
+        steps = [inside, *({name} for name in sorted(unused - inside))]
 
         with suppress(OSError):
             for name in loose:
                 files.remove(self.path / name)
-            for step in filter(None, (inside, *({name} for name in sorted(unused - inside)))):
+            for step in filter(None, steps):
                 for rows_name in sorted(step):
                     files.remove(self.path / str(rows_name))
                 if self._sync:
@@ -734,19 +738,19 @@ class Folder:
         """Go on from the newest version, if this run has loaded or published it; ValueError if a later version of the
         package wrote it."""
         listing = Listing.of(self.path)
+
         if isinstance(before, Folder):
             self._known = before._known
             newest = next(iter(before._kept), None)
             present = {*map(str, listing.rows), *listing.others}
-
             if newest is not None and newest.version.number == next(iter(listing.versions), None):
                 records = newest.names - {manifest_name(newest.version.number)}
+
                 # These names are unique because of the random word, so nothing needs to be read.
                 if records and records <= present and self._keep <= before._keep:
                     kept = [
                         one for one in before._kept[: self._keep] if one.version.number in listing.versions
                     ]
-
                     # Drop the reader's maps, which keep removed files alive.
                     named = [Segment(self.path, segment.name, segment.header) for segment in before._named]
                     self._take(newest, named, kept)
@@ -795,7 +799,6 @@ class Folder:
             if segment.schema != manifest.columns:
                 raise DamagedFileError(f"{name}: {difference(manifest.columns, segment.schema)}")
             segments.append(segment)
-
         return segments
 
     def read_version(self, number: int) -> LoadedVersion:
@@ -833,12 +836,13 @@ class Folder:
         if kept is None:
             older = [version for version in self.versions() if version < manifest.version.number]
             kept = [manifest, *self._whole_manifests(older, self._keep - 1)]
-
+        # In pairs: an interrupt must not come between what belongs together.
         self._kept, self._named = kept, list(segments)
         self._segments, self._columns = [*self._named], dict(manifest.columns)
         self.version, self._line = manifest.version, manifest.version.line
         self._known.add(manifest.version)
         self.head, self.end = manifest.head, manifest.end
+
         self._loaded = True
         self._admitted = False
         self._begun = False
@@ -860,15 +864,8 @@ class Folder:
         manifest = next(iter(self._whole_manifests(listing.versions, 1)), None)
         named = [] if manifest is None else self._open_rows(manifest)
         known = {segment.name: segment for segment in named}
-
         if manifest is None:
-
-            def reach(line: str) -> tuple[int, str]:
-                """Return the number of reachable rows of a line, and its name to break ties."""
-                chain = chain_of_names(name for name in listing.rows if name.line == line)
-                return sum(name.end - name.first for name in chain), line
-
-            line = max({name.line for name in listing.rows}, key=reach, default="")
+            line = _longest_line(listing.rows)
             candidates = {name for name in listing.rows if name.line == line}
             first = None
             schema: Schema = {}
@@ -882,8 +879,8 @@ class Folder:
 
         segments: list[Segment] = []
         end = first or 0
-
         total = 0
+
         for name in chain_of_names(candidates, first):
             try:
                 segment = known.get(name) or Segment.open(self.path, name, mapped=not self._write)
@@ -894,7 +891,6 @@ class Folder:
                     raise
                 lose(f"{error}; rows from {name.first} on are lost")
                 break
-
             segments.append(segment)
             total += segment.size
             if self._max_bytes is not None and total > self._max_bytes:
@@ -909,7 +905,19 @@ class Folder:
             lose(
                 f"rows {end} to {behind - 1} are missing; those after them are removed once rows are appended"
             )
+
         return manifest, line, segments
+
+
+def _longest_line(names: Set[RowsName]) -> str:
+    """Return the line with the most reachable rows; "" without files."""
+
+    def reach(line: str) -> tuple[int, str]:
+        """Return the number of reachable rows of a line, and its name to break ties."""
+        chain = chain_of_names(name for name in names if name.line == line)
+        return sum(name.end - name.first for name in chain), line
+
+    return max({name.line for name in names}, key=reach, default="")
 
 
 def _lock(path: Path) -> int:
@@ -940,7 +948,6 @@ def find_covered(names: Set[RowsName], present: Set[RowsName]) -> set[RowsName]:
     """
     found = set()
     largest: RowsName | None = None
-
     # Sorted by first row, longest first, and among equals the files that stay first: a file comes after those
     # that cover it, and if any earlier file covers it, the one that ends last does.
     for name in sorted(present, key=lambda name: (name.first, -name.end, name in names, name)):
@@ -949,7 +956,6 @@ def find_covered(names: Set[RowsName], present: Set[RowsName]) -> set[RowsName]:
                 found.add(name)
         else:
             largest = name
-
     return found
 
 
@@ -975,11 +981,11 @@ def first_to_merge(sizes: Sequence[Size], whole: Size) -> int:
     rows = 0
     total = 0
     largest = 0
+
     for position in range(last, -1, -1):
         size = sizes[position]
         if size.rows >= whole.rows or size.bytes >= whole.bytes:
             break
-
         rows = rows + size.rows
         total = total + size.bytes
         largest = max(largest, size.bytes)
@@ -987,5 +993,4 @@ def first_to_merge(sizes: Sequence[Size], whole: Size) -> int:
             first = position
         if rows >= whole.rows or total >= whole.bytes:
             return position
-
     return first

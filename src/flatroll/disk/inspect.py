@@ -49,7 +49,7 @@ class Trajectories(NamedTuple):
     ended: Tensor | None
 
 
-class Stretch(NamedTuple):
+class RowSpan(NamedTuple):
     """Rows ``first ... end - 1``: of a file, or of a version.
 
     Args:
@@ -79,8 +79,8 @@ class Report(NamedTuple):
     damage: list[str]
     trajectories: Trajectories | None
     title: str
-    files: list[Stretch]
-    versions: list[Stretch]
+    files: list[RowSpan]
+    versions: list[RowSpan]
 
 
 def inspect_folder(path: Path, *, verify: bool = False) -> Report:
@@ -129,35 +129,26 @@ def inspect_folder(path: Path, *, verify: bool = False) -> Report:
             folder.recover()
         except DamagedFileError as error:
             damage.append(str(error))
-
     damage += [str(warning.message) for warning in caught]
+
     if verify:
         damage += [text for text in damaged_rows(folder.segments) if not any(text in line for line in damage)]
+
     count = folder.end - folder.head
     stats = folder.stats()
     total = f"{stats['segments']} file{'s' * (stats['segments'] != 1)} of {stats['bytes']:,} bytes"
     rows = _rows(folder.head, folder.end)
     lines = [f"{path}: {rows}, {total}", *(lines_of_versions or ["no version: rows alone"])]
+
     if versions and folder.end > versions[0].end:
         since = _rows(max(folder.head, versions[0].end), folder.end)
         lines.append(f"after {versions[0].name}: {since}, which a DiskStorage or Folder.recover() has, too")
-
     if folder.columns:
-        table = ["", *_table(folder.columns)]
-    else:
-        table = []
-    lines += table
+        lines += ["", *_table(folder.columns)]
 
     trajectories = _trajectories(folder) if count else None
     if trajectories is not None:
-        lines += ["", f"{len(trajectories.lengths):,} trajectories"]
-        if trajectories.ended is not None:
-            ended = int(trajectories.ended.sum())
-            lines.append(f"{ended:,} ended, {len(trajectories.ended) - ended:,} open")
-
-        lines += _histogram("length", trajectories.lengths)
-        if trajectories.returns is not None:
-            lines += _histogram("return", trajectories.returns)
+        lines += ["", *_describe(trajectories)]
     elif count:
         lines += ["", "no column says where trajectories begin or end"]
 
@@ -171,9 +162,22 @@ def inspect_folder(path: Path, *, verify: bool = False) -> Report:
                 lines += ["", part.text]
                 damage += [f"{name}{text}" for text in part.damage]
 
-    stretches = [Stretch(str(segment.name), segment.first, segment.end) for segment in folder.segments]
+    stretches = [RowSpan(str(segment.name), segment.first, segment.end) for segment in folder.segments]
     title = f"{path.resolve().name}: {rows}"
     return Report("\n".join(lines), list(dict.fromkeys(damage)), trajectories, title, stretches, versions)
+
+
+def _describe(trajectories: Trajectories) -> list[str]:
+    """How many trajectories there are and have ended, and histograms of their lengths and returns."""
+    lines = [f"{len(trajectories.lengths):,} trajectories"]
+    if trajectories.ended is not None:
+        ended = int(trajectories.ended.sum())
+        lines.append(f"{ended:,} ended, {len(trajectories.ended) - ended:,} open")
+
+    lines += _histogram("length", trajectories.lengths)
+    if trajectories.returns is not None:
+        lines += _histogram("return", trajectories.returns)
+    return lines
 
 
 def save_picture(report: Report, file: Path) -> None:
@@ -191,10 +195,9 @@ def save_picture(report: Report, file: Path) -> None:
     if report.trajectories is None:
         raise ValueError("there are no trajectories to draw")
     lengths, returns, _ = report.trajectories
-    if returns is None:
-        shown = {"length": lengths}
-    else:
-        shown = {"length": lengths, "return": returns}
+    shown = {"length": lengths}
+    if returns is not None:
+        shown["return"] = returns
 
     figure = Figure(figsize=(9, 4.6), layout="constrained")
     figure.suptitle(report.title)
@@ -210,22 +213,18 @@ def _draw_log(axes: Any, report: Report) -> None:
     bars = [*reversed(report.versions)]
     for place, version in enumerate(bars, 1):
         axes.barh(place, version.end - version.first, left=version.first, height=0.6, color=_GREEN)
+
     for number, part in enumerate(report.files):
+        colour = _BLUE
         if any(part.name in line for line in report.damage):
             colour = _RED
-        else:
-            colour = _BLUE
-
         axes.barh(
             0, part.end - part.first, left=part.first, height=0.6, color=colour, alpha=1 - number % 2 * 0.4
         )
 
     count = len(report.files)
     axes.set_yticks(range(len(bars) + 1), [f"{count} file{'s' * (count != 1)}", *(bar.name for bar in bars)])
-    if report.damage:
-        label = f"row ({len(report.damage)} damaged)"
-    else:
-        label = "row"
+    label = f"row ({len(report.damage)} damaged)" if report.damage else "row"
     axes.set_xlabel(label)
     _plain(axes)
 
@@ -233,25 +232,23 @@ def _draw_log(axes: Any, report: Report) -> None:
 def _draw_histogram(axes: Any, name: str, values: Tensor) -> None:
     """Values in at most thirty equal parts of their range, and their mean."""
     whole = bool((values == values.round()).all())
-    if (
-        len(values) and whole and float(values.max() - values.min()) < 1e6
-    ):  # whole numbers: bins centred on them
+    if len(values) and whole and float(values.max() - values.min()) < 1e6:
+        # Whole numbers: bins centred on them.
         low = int(values.min())
         high = int(values.max())
-        edges: Any = torch.arange(low, high + 2 + (high - low) // 30, 1 + (high - low) // 30).numpy() - 0.5
+        width = 1 + (high - low) // 30
+        edges: Any = torch.arange(low, high + 1 + width, width).numpy() - 0.5
     else:
         edges = 30
-
     axes.hist(values.numpy(), bins=edges, color=_BLUE)
+
     label = f"{name} of a trajectory"
     if len(values):
         mean = float(values.mean())
         axes.axvline(mean, color=_RED, linestyle="--")
         label += f" (mean {mean:.5g})"
-
-        if (
-            float(values.max() - values.min()) < 6 and whole
-        ):  # with few values, a bar is narrower than the picture
+        # With few values, a bar is narrower than the picture.
+        if float(values.max() - values.min()) < 6 and whole:
             axes.set_xlim(float(values.min()) - 3, float(values.max()) + 3)
 
     axes.xaxis.get_major_locator().set_params(integer=whole)
@@ -267,26 +264,21 @@ def _plain(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _versions(path: Path, *, verify: bool) -> tuple[list[str], list[Stretch], list[str]]:
+def _versions(path: Path, *, verify: bool) -> tuple[list[str], list[RowSpan], list[str]]:
     """A line for each version, its rows, and what is wrong with them."""
     lines = []
     stretches = []
     damage = []
-    folder = Folder(path)
 
+    folder = Folder(path)
     for number in folder.versions():
         try:
             manifest = read_manifest(path, number)
             lines.append(_version_line(manifest))
-            stretches.append(Stretch(f"version {number}", manifest.head, manifest.end))
+            stretches.append(RowSpan(f"version {number}", manifest.head, manifest.end))
             loaded = folder.read_version(number)
-
-            if isinstance(manifest.extra, dict):
-                facts = manifest.extra
-            else:
-                facts = {}
-
-            if facts.get("kind") in ("run", "buffer", "ensemble"):
+            facts = manifest.extra
+            if isinstance(facts, dict) and facts.get("kind") in ("run", "buffer", "ensemble"):
                 extra = read_tree(loaded, manifest.end - manifest.head)["others"].get("extra")
                 if isinstance(extra, dict) and extra:
                     values = ", ".join(f"{str(name)[:60]} = {_short(value)}" for name, value in extra.items())
@@ -297,15 +289,13 @@ def _versions(path: Path, *, verify: bool) -> tuple[list[str], list[Stretch], li
 
         if verify:
             damage += [f"version {number}: {text}" for text in damaged_rows(loaded.segments)]
-
     return lines, stretches, damage
 
 
 def _version_line(manifest: Manifest) -> str:
+    state = ""
     if manifest.state:
         state = f", state of {manifest.state.size:,} bytes"
-    else:
-        state = ""
 
     facts = manifest.extra.items() if isinstance(manifest.extra, dict) else [("note", manifest.extra)]
     extra = "".join(f", {name}: {value}" for name, value in facts if value is not None)
@@ -333,12 +323,11 @@ def _rows(head: int, end: int) -> str:
 
 def _table(columns: Schema) -> list[str]:
     rows = [("column", "dtype", "shape")]
-    rows += [
-        (name, ("ragged " if column.ragged else "") + column.dtype, str(list(column.shape)))
-        for name, column in sorted(columns.items())
-    ]
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    for name, column in sorted(columns.items()):
+        dtype = "ragged " * column.ragged + column.dtype
+        rows.append((name, dtype, str(list(column.shape))))
 
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
         for cells in rows
@@ -371,11 +360,13 @@ def _trajectories(folder: Folder) -> Trajectories | None:
     batch = TensorDict(
         {plain_key(key): column for key, column in columns.items()}, [folder.end - folder.head]
     )
+
     ends = run_ends(batch)
     starts = starts_from(ends)
     first_rows = starts.nonzero().squeeze(-1)
     last_rows = ends.nonzero().squeeze(-1)
     run_of_row = starts.cumsum(0) - 1
+
     done = columns.get(_DONE)
     joins = _number_trajectories(columns, first_rows, last_rows)
     trajectory = joins[run_of_row]
@@ -383,13 +374,11 @@ def _trajectories(folder: Folder) -> Trajectories | None:
 
     # the last row of the last run of each trajectory
     lasts = last_rows.new_zeros(count).scatter_reduce(0, joins, last_rows, "amax")
+
     returns = None
     if reward is not None:
         returns = torch.zeros(count, dtype=torch.float64).index_add_(0, trajectory, reward.double())
-    if done is None:
-        ended = None
-    else:
-        ended = done[lasts]
+    ended = None if done is None else done[lasts]
     return Trajectories(trajectory.bincount(), returns, ended)
 
 
@@ -422,7 +411,6 @@ def _histogram(name: str, values: Tensor) -> list[str]:
     finite = values[values.isfinite()].double()
     if not len(finite):
         return [f"{name}: none that is finite"]
-
     low = float(finite.min())
     high = float(finite.max())
     lines = [f"{name}: {low:g} to {high:g}, mean {float(finite.mean()):g}"]
@@ -435,10 +423,10 @@ def _histogram(name: str, values: Tensor) -> list[str]:
         width = float(int(high - low) // _BINS + 1)
     else:
         width = (high - low) / _BINS
+
     places = ((finite - low) / width).long().clamp_(0, _BINS - 1)
     counts = torch.bincount(places).tolist()
     digits = len(str(max(counts)))
-
     for place, count in enumerate(counts):
         bar = "█" * round(_BAR * count / max(counts))
         lines.append(f"{low + place * width:14.6g}  {count:{digits}d}  {bar}".rstrip())

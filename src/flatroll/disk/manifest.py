@@ -3,7 +3,7 @@
 import json
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.metadata import version
@@ -74,17 +74,18 @@ class Manifest:
     @property
     def names(self) -> set[str]:
         """The files of the version, its manifest included."""
-        if self.state is None:
-            states = []
-        else:
-            states = [self.state]
-        named = [*self.rows, *states]
-        return {manifest_name(self.version.number), *(record.name for record in named)}
+        named = {record.name for record in self.rows}
+        if self.state is not None:
+            named.add(self.state.name)
+        return {manifest_name(self.version.number), *named}
 
     @property
     def size(self) -> int:
         """Bytes of the files of rows and tensors."""
-        return sum(record.size for record in (*self.rows, *([] if self.state is None else [self.state])))
+        total = sum(record.size for record in self.rows)
+        if self.state is not None:
+            total += self.state.size
+        return total
 
     def encode(self) -> bytes:
         """The bytes of the file.
@@ -96,6 +97,7 @@ class Manifest:
         own = {name: getattr(self, name) for name in self.__dataclass_fields__}
         fields = {"checksum": _NO_CHECKSUM, "format": FORMAT, **own}
         fields["version"], fields["line"] = self.version
+
         if (deepest := depth(fields)) > DEEPEST:
             raise ValueError(f"the JSON part of a state may be nested {DEEPEST} deep, got {deepest}")
 
@@ -104,8 +106,8 @@ class Manifest:
             raise ValueError(
                 f"a manifest has at most {MOST_BYTES:,} bytes, got {len(text):,}: put more into tensors"
             )
-        at = len(_BEFORE_CHECKSUM)
 
+        at = len(_BEFORE_CHECKSUM)
         return text[:at] + f"{zlib.crc32(text):08x}".encode() + text[at + len(_NO_CHECKSUM) :]
 
 
@@ -119,10 +121,10 @@ def read_manifest(folder: Path, number: int) -> Manifest:
     with opened(folder, manifest_name(number)) as (descriptor, size):
         if size > MOST_BYTES:
             raise DamagedFileError(f"{size:,} bytes, more than the {MOST_BYTES:,} allowed")
-
         memory = bytearray(size)
         files.read_into(descriptor, 0, memory)
         text = bytes(memory)
+
         at = len(_BEFORE_CHECKSUM)
         end = at + len(_NO_CHECKSUM)
         checksum = zlib.crc32(text[:at] + _NO_CHECKSUM.encode() + text[end:])
@@ -133,9 +135,9 @@ def read_manifest(folder: Path, number: int) -> Manifest:
             fields = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise DamagedFileError(f"it is not JSON: {error}") from None
-
         if depth(fields) > DEEPEST:
             raise DamagedFileError(f"it is nested more than {DEEPEST} deep")
+
         try:
             needs = {str(need) for need in fields["needs"]}
             if fields["format"] != FORMAT or not needs <= KNOWN_NEEDS:
@@ -164,28 +166,21 @@ def _from_fields(fields: Mapping[str, Json]) -> Manifest:
     end = _count(fields["end"])
     number = _count(fields["version"])
     line = fields["line"]
+
     if not isinstance(line, str) or re.fullmatch(LINE, line) is None:
         raise ValueError(f"its line {line!r} is invalid")
 
+    described = [*fields["rows"]]
+    if fields["state"] is not None:
+        described.append(fields["state"])
     records = [
-        FileRecord(name, _count(size, 2**63), _count(checksum, 2**32))
-        for name, size, checksum in [*fields["rows"], *([] if fields["state"] is None else [fields["state"]])]
+        FileRecord(name, _count(size, 2**63), _count(checksum, 2**32)) for name, size, checksum in described
     ]
     state = None if fields["state"] is None else records.pop()
+
     if state is not None and state.name != state_name(number, line):
         raise ValueError(f"{state.name!r} is not the file of tensors of version {number} and line {line}")
-
-    first = position = None
-    for record in records:
-        name = RowsName.parse(record.name)
-        if name is None or position not in (None, name.first):
-            raise ValueError(f"{record.name!r} is not a file of rows from row {position} on")
-        first = name.first if first is None else first
-        position = name.end
-
-    last = head if position is None else position
-    if end != last or not (0 if first is None else first) <= head <= end:
-        raise ValueError(f"rows {head} to {end}, but the files end at row {position}")
+    _check_rows(records, head, end)
 
     columns: Schema = {}
     for column, (dtype, shape, ragged) in fields["columns"].items():
@@ -207,6 +202,23 @@ def _from_fields(fields: Mapping[str, Json]) -> Manifest:
     )
 
 
+def _check_rows(records: Iterable[FileRecord], head: int, end: int) -> None:
+    """Raise ValueError unless these are files of rows, end to end, that hold ``[head, end)``."""
+    first = 0
+    position: int | None = None
+    for record in records:
+        name = RowsName.parse(record.name)
+        if name is None or position not in (None, name.first):
+            raise ValueError(f"{record.name!r} is not a file of rows from row {position} on")
+        if position is None:
+            first = name.first
+        position = name.end
+
+    reached = head if position is None else position
+    if end != reached or not first <= head <= end:
+        raise ValueError(f"rows {head} to {end}, but the files end at row {position}")
+
+
 def _count(value: Json, below: int = MOST_ROWS) -> int:
     """Return ``value``, an integer from 0 to ``below - 1``; refuse anything else."""
     if type(value) is not int or not 0 <= value < below:
@@ -222,7 +234,6 @@ def depth(value: Json) -> int:
     """
     level = [value]
     deepest = -1
-
     while level and deepest <= DEEPEST + 1:
         inner: list[Json] = []
         for item in level:
@@ -230,8 +241,6 @@ def depth(value: Json) -> int:
                 inner.extend(item.values() or [None])
             elif isinstance(item, (list, tuple)):
                 inner.extend(item or [None])
-
         level = inner
         deepest = deepest + 1
-
     return deepest

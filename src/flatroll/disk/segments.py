@@ -18,7 +18,7 @@ from typing_extensions import Buffer
 
 from flatroll.disk import files, tensor_file
 from flatroll.disk.tensor_file import DTYPES, DamagedFileError, Header, MissingFileError, dtype_name, opened
-from flatroll.layout.checks import shown
+from flatroll.layout.checks import as_text
 from flatroll.layout.keys import NestedKey, as_tuple, plain_key
 
 #: Format of files and folders; a reader refuses others.
@@ -81,7 +81,6 @@ def column_name(key: NestedKey) -> str:
         part.replace("%", "%25").replace("/", "%2F").replace("#", "%23") or "%" for part in as_tuple(key)
     ]
     name = "/".join(parts)
-
     # safetensors has another use for that name
     if name == "__metadata__":
         return "%5F_metadata__"
@@ -134,7 +133,7 @@ class ColumnSchema(NamedTuple):
 Schema: TypeAlias = dict[str, ColumnSchema]
 
 
-def schema_of(columns: Mapping[str, Column]) -> Schema:
+def make_schema(columns: Mapping[str, Column]) -> Schema:
     """Return the schema of columns; TypeError if a file cannot store one of their dtypes."""
     schema: Schema = {}
     for name, column in columns.items():
@@ -159,10 +158,10 @@ def check_columns(columns: Mapping[str, Column]) -> Size:
         TypeError: a name is not a string, or a column is not a tensor.
     """
     if not isinstance(columns, Mapping):
-        raise TypeError(f"columns must be a dict of tensors or Ragged by name, got {shown(columns)}")
-
+        raise TypeError(f"columns must be a dict of tensors or Ragged by name, got {as_text(columns)}")
     counts: dict[str, int | None] = {}
     size = 0
+
     for name, column in columns.items():
         if not isinstance(name, str):
             raise TypeError(f"names of columns must be strings, got {name!r}: column_name converts a key")
@@ -174,22 +173,18 @@ def check_columns(columns: Mapping[str, Column]) -> Size:
         rows = column.lengths if isinstance(column, Ragged) else column
         if not isinstance(rows, Tensor):
             raise TypeError(f"column {name!r} must be a tensor or Ragged, got {type(column).__name__}")
-
         if isinstance(column, Ragged):
-            if column.values.dim():
-                values = column.values.shape[0]
-            else:
-                values = -1
-
+            values = column.values.shape[0] if column.values.dim() else -1
             if rows.dtype != torch.int64 or rows.dim() != 1 or values < 0:
                 raise ValueError(f"ragged column {name!r} must have values [M, ...] and lengths int64 [N]")
             if bool((rows < 0).any()) or int(rows.sum()) != values:
                 raise ValueError(f"the lengths of ragged column {name!r} must add up to its {values} values")
+            size += column.values.nbytes
         elif rows.layout is not torch.strided:
             raise TypeError(f"column {name!r} must be dense, got layout {rows.layout}")
 
         counts[name] = rows.shape[0] if rows.dim() else None
-        size += sum(part.nbytes for part in (column if isinstance(column, Ragged) else (column,)))
+        size += rows.nbytes
 
     sizes = set(counts.values())
     if len(sizes) != 1 or None in sizes:
@@ -210,7 +205,6 @@ def difference(expected: Schema, got: Schema) -> str:
         for name, column in expected.items()
         if name in got and got[name] != column
     ]
-
     return ", ".join([*missing, *added, *changed])
 
 
@@ -238,7 +232,9 @@ class Segment:
         self.folder = folder
         self.name = name
         self.header = header
-        self.first, self.end, self.rows = name.first, name.end, name.end - name.first
+        self.first = name.first
+        self.end = name.end
+        self.rows = name.end - name.first
         self.record = FileRecord(str(name), header.size, header.checksum)
         self.schema: Schema = {}
 
@@ -263,11 +259,9 @@ class Segment:
         if any(entries[n].shape != (self.rows,) or entries[n].dtype != torch.int64 for n in lengths):
             raise DamagedFileError("lengths of ragged columns are not int64 per row")
 
+        self.needs = header.needs
         if ragged:
-            ragged_needs = {"ragged"}
-        else:
-            ragged_needs = set()
-        self.needs = header.needs | ragged_needs
+            self.needs.add("ragged")
 
     @classmethod
     def open(
@@ -282,7 +276,6 @@ class Segment:
             header = tensor_file.read_header(descriptor, size)
             if record is not None and (header.size, header.checksum) != (record.size, record.checksum):
                 raise DamagedFileError("it is not the file that its version refers to")
-
             segment = cls(folder, name, header)
             if mapped:
                 segment._maps = tensor_file.map_tensors(descriptor, header)
@@ -340,12 +333,10 @@ class Segment:
         except MissingFileError:
             if "_maps" not in self.__dict__:
                 raise
-
             # A writer has removed the file meanwhile; the map still holds it.
             tensors = {name: tensor.clone() for name, tensor in self._maps[1].items()}
-
             for name, tensor in tensors.items():
-                tensor_file.check_bytes(name, entries[name], tensor_file.bytes_of(tensor))
+                tensor_file.check_bytes(name, entries[name], tensor_file.as_bytes(tensor))
                 if name in targets:
                     targets[name].copy_(tensor)
 
@@ -365,7 +356,6 @@ class Segment:
         else:
             if synced:  # the writer of the linked file may not have synced it
                 files.sync_all(folder / str(name))
-
         return Segment(folder, name, self.header)
 
     def prefetch(self, rows: Ints) -> None:
@@ -407,7 +397,6 @@ def damaged_rows(segments: Iterable[Segment]) -> list[str]:
             segment.read()
         except DamagedFileError as error:
             damage.append(str(error))
-
     return damage
 
 
@@ -418,7 +407,6 @@ def read_range(segments: Iterable[Segment], schema: Schema, first: int, end: int
         for name, column in schema.items()
         if not column.ragged
     }
-
     pieces: dict[str, list[Ragged]] = {name: [] for name in schema if name not in plain}
 
     for segment in segments:
@@ -431,13 +419,8 @@ def read_range(segments: Iterable[Segment], schema: Schema, first: int, end: int
         stop = high - segment.first
         whole = segment.rows == high - low
         targets = {name: column[low - first : high - first] for name, column in plain.items()}
-
-        if whole:
-            into = targets
-        else:
-            into = {}
-
-        for name, column in segment.read(into).items():
+        read_into = targets if whole else {}
+        for name, column in segment.read(read_into).items():
             if isinstance(column, Ragged):
                 ends = column.lengths.cumsum(0)
                 at = int(ends[begin - 1]) if begin else 0
@@ -455,11 +438,11 @@ def read_range(segments: Iterable[Segment], schema: Schema, first: int, end: int
 
         values = [piece.values for piece in pieces[name]]
         lengths = [piece.lengths for piece in pieces[name]]
+
         columns[name] = Ragged(
             torch.cat(values or [torch.empty((0, *column_schema.shape), dtype=DTYPES[column_schema.dtype])]),
             torch.cat(lengths or [torch.empty(0, dtype=torch.int64)]),
         )
-
     return columns
 
 
@@ -503,7 +486,6 @@ def encode_segment(name: RowsName, parts: Sequence[Mapping[str, Column]]) -> tup
         "end": str(name.end),
         "ragged": json.dumps(ragged),
     }
-
     return tensor_file.encode(pieces, metadata)
 
 
@@ -542,5 +524,4 @@ def _assemble(schema: Schema, tensors: Mapping[str, Tensor]) -> dict[str, Column
         if bool(((lengths < 0) | (lengths > len(values))).any()) or int(lengths.sum()) != len(values):
             raise DamagedFileError(f"the lengths of {name!r} do not add up to its {len(values)} values")
         columns[name] = Ragged(values, lengths)
-
     return columns

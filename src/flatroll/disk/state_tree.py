@@ -108,6 +108,7 @@ def from_plain(value: Any) -> Any:
     """Invert `to_plain`; ValueError if ``value`` is damaged."""
     if type(value) is not tuple or len(value) != 2:
         return value
+
     if not isinstance(value[1], dict) or not all(isinstance(part, Tensor) for part in value[1].values()):
         raise damaged("a part of it has no tensors")
     return unpack(*value)
@@ -151,11 +152,12 @@ class Packer:
         self.tensors: dict[str, Tensor] = {}
         # Tensors and their names: shared tensors are stored once.
         self._names: dict[tuple[Any, ...], tuple[str, Tensor]] = {}
+
         self._pairs: list[Any] = []
         self.tree: Any = ["dict", self._pairs]
+
         self._compress = compress
         self._host = host
-
         self._codec = "zstd"
         try:
             import zstandard
@@ -174,6 +176,7 @@ class Packer:
         kind = type(value)
         if value is None or kind is bool or kind is str:
             return value
+
         if kind is int:
             if value.bit_length() > _MOST_BITS:
                 raise TypeError(f"{path} is an integer of more than {_MOST_BITS} bits")
@@ -182,6 +185,7 @@ class Packer:
             return ["float", value.hex()]
         if depth > _DEEPEST:
             raise ValueError(f"{path[:200]}... nests more than {_DEEPEST} levels deep, or contains itself")
+
         if kind in (list, tuple):
             return [kind.__name__, [self.value(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]]
         if kind in (dict, OrderedDict):
@@ -191,16 +195,11 @@ class Packer:
                     raise TypeError(f"{path} has the key {key!r}: keys are scalars, or tuples of them")
                 at = f"{path}[{key!r}]"
                 pairs.append([self.value(key, at, depth + 1), self.value(item, at, depth + 1)])
-
             if kind is dict:
                 return ["dict", pairs]
             # nn.Module.state_dict stores the versions of its modules here.
             metadata = getattr(value, "_metadata", None)
-            if metadata is None:
-                described = None
-            else:
-                described = self.value(metadata, path, depth + 1)
-            return ["ordered", pairs, described]
+            return ["ordered", pairs, self.value(metadata, path, depth + 1)]
 
         if isinstance(value, (TensorDictBase, NonTensorData)):
             return self._tensordict(value, path, depth)
@@ -214,17 +213,22 @@ class Packer:
             return ["device", str(value)]
         if kind is bytes:
             return ["bytes", base64.b64encode(value).decode()]
+
         if isinstance(value, (np.ndarray, np.generic)) and kind is not np.void:
-            if value.dtype.hasobject:
-                raise TypeError(f"{path} is an array of Python objects, which cannot be saved")
+            return self._array(value, path)
+        raise _no_data_error(value, path)
 
-            descr = np.lib.format.dtype_to_descr(value.dtype)
-            if isinstance(value, np.generic):
-                return ["number", descr, value.tobytes().hex()]
-            memory = np.frombuffer(bytearray(np.ascontiguousarray(value).tobytes()), np.uint8)
-            return ["array", self._store(torch.from_numpy(memory), False), descr, list(value.shape)]
+    def _array(self, value: Any, path: str) -> Any:
+        """Return the tree's entry for a NumPy array or scalar."""
+        if value.dtype.hasobject:
+            raise TypeError(f"{path} is an array of Python objects, which cannot be saved")
 
-        raise _no_data(value, path)
+        descr = np.lib.format.dtype_to_descr(value.dtype)
+        if isinstance(value, np.generic):
+            return ["number", descr, value.tobytes().hex()]
+
+        memory = np.frombuffer(bytearray(np.ascontiguousarray(value).tobytes()), np.uint8)
+        return ["array", self._store(torch.from_numpy(memory), False), descr, list(value.shape)]
 
     def _tensordict(self, value: Any, path: str, depth: int) -> Any:
         if isinstance(value, NonTensorData):
@@ -233,8 +237,9 @@ class Packer:
         if isinstance(value, LazyStackedTensorDict):
             parts = [self.value(td, f"{path}[{i}]", depth + 1) for i, td in enumerate(value.tensordicts)]
             return ["lazy_stack", value.stack_dim, parts]
+
         if type(value) not in (TensorDict, NestedRuns) and not value.is_memmap():
-            raise _no_data(value, path)
+            raise _no_data_error(value, path)
 
         pairs = [
             [name, self.value(value.get(name), f"{path}[{name!r}]", depth + 1)]
@@ -260,16 +265,13 @@ class Packer:
         plain = value.detach()
         given = (plain.data_ptr(), plain.dtype, plain.shape, plain.stride(), plain.is_conj(), plain.is_neg())
         form = [str(plain.dtype).removeprefix("torch."), list(plain.shape)]
+
         if given in self._names and plain.numel():
             return ["tensor", self._names[given][0], *form]
 
-        if self._host:
-            dense = plain.cpu()
-        else:
-            dense = plain
-        flat = dense.resolve_conj().resolve_neg().contiguous().reshape(-1)
+        flat = plain.cpu() if self._host else plain
+        flat = flat.resolve_conj().resolve_neg().contiguous().reshape(-1)
         flat = flat.as_strided((plain.numel(),), (1,))
-
         # Words that every version of safetensors supports, in place of the dtype.
         words = flat.view(_WORDS[plain.element_size()])
         name = self._store(words, flat.data_ptr() == plain.data_ptr())
@@ -279,6 +281,7 @@ class Packer:
     def _store(self, words: Tensor, shared: bool) -> str:
         """Store a one-dimensional tensor under a new name that includes the compression."""
         number = len(self.tensors)
+
         if self._compress and words.nbytes >= _WORTH:
             memory = words.view(torch.uint8).numpy()
             trial = memory[:_TRIAL].tobytes()
@@ -309,6 +312,7 @@ class _Unpacker:
             raise damaged(f"its tree has more than {_MOST_ITEMS} values")
         if value is None or type(value) in (bool, int, str):
             return value
+
         if depth > _DEEPEST + 1:
             raise damaged(f"its tree nests more than {_DEEPEST} levels deep")
         if not isinstance(value, list) or not value or not isinstance(value[0], str):
@@ -338,50 +342,17 @@ class _Unpacker:
                     ordered._metadata = self.value(metadata, depth)
                 return ordered
             case ["tensor", name, dtype, shape]:
-                kind = _dtype(dtype)
-                size = _shape(shape)
-                if (stored := self._tensors.get(name)) is not None and stored.device.type != "cpu":
-                    return stored.clone().view(kind).view(size)
-
-                memory = self._memory(name, math.prod(size) * kind.itemsize)
-                if len(memory):
-                    return torch.from_numpy(memory).view(kind).view(size)
-                return torch.empty(size, dtype=kind)
+                return self._tensor(name, _dtype(dtype), _shape(shape))
             case ["array", name, descr, shape]:
                 array_dtype = _numpy_dtype(descr)
                 size = _shape(shape)
-                return (
-                    self._memory(name, math.prod(size) * array_dtype.itemsize).view(array_dtype).reshape(size)
-                )
+                memory = self._memory(name, math.prod(size) * array_dtype.itemsize)
+                return memory.view(array_dtype).reshape(size)
             case ["number", descr, str(text)]:
-                number_dtype = _numpy_dtype(descr)
-                number = bytes.fromhex(text)
-                if len(number) != number_dtype.itemsize:
-                    raise damaged(
-                        f"its tree has a number of {len(number)} bytes, expected {number_dtype.itemsize}"
-                    )
-                return np.frombuffer(number, number_dtype)[0]
+                return _number(_numpy_dtype(descr), bytes.fromhex(text))
             case ["jagged", values, offsets]:
                 rows = self.value(values, depth)
-                bounds = self.value(offsets, depth)
-                if (
-                    not isinstance(rows, Tensor)
-                    or not isinstance(bounds, Tensor)
-                    or bounds.dtype is not torch.int64
-                ):
-                    raise damaged("its tree has an empty nested tensor")
-
-                if (
-                    bounds.ndim != 1
-                    or bounds[0] != 0
-                    or bounds[-1] != len(rows)
-                    or bool((bounds.diff() < 0).any())
-                ):
-                    raise damaged(
-                        f"its tree has a nested tensor of {len(rows)} rows whose bounds do not match"
-                    )
-
-                return torch.nested.nested_tensor_from_jagged(rows, bounds)
+                return _jagged(rows, self.value(offsets, depth))
             case ["size", shape]:
                 return _shape(shape)
             case ["dtype", name]:
@@ -391,18 +362,7 @@ class _Unpacker:
             case ["bytes", str(text)]:
                 return base64.b64decode(text, validate=True)
             case ["tensordict", shape, list(pairs), *device]:
-                entries = self._dict(pairs, depth, {})
-                for name, entry in entries.items():
-                    if not isinstance(name, str) or not isinstance(
-                        entry, (Tensor, TensorDictBase, NonTensorData)
-                    ):
-                        raise damaged(f"its tree has a tensordict whose {name!r} is a {type(entry).__name__}")
-
-                if device:
-                    place = device[0]
-                else:
-                    place = None
-                return TensorDict(entries, _shape(shape), device=place)
+                return _tensordict(self._dict(pairs, depth, {}), shape, device)
             case ["lazy_stack", int(dim), list(parts)]:
                 stacked = [self.value(part, depth) for part in parts]
                 if not stacked or not all(isinstance(td, TensorDictBase) for td in stacked):
@@ -410,8 +370,18 @@ class _Unpacker:
                 return LazyStackedTensorDict.lazy_stack(stacked, dim)
             case ["non_tensor", shape, data]:
                 return NonTensorData(self.value(data, depth), batch_size=_shape(shape))
-
         raise ValueError(f"unknown kind, or unexpected {str(value[1:])[:40]!r}")
+
+    def _tensor(self, name: Any, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+        """Return a copy of the tensor ``name``."""
+        stored = self._tensors.get(name)
+        if stored is not None and stored.device.type != "cpu":
+            return stored.clone().view(dtype).view(shape)
+
+        memory = self._memory(name, math.prod(shape) * dtype.itemsize)
+        if len(memory):
+            return torch.from_numpy(memory).view(dtype).view(shape)
+        return torch.empty(shape, dtype=dtype)
 
     def _dict(self, pairs: list[Any], depth: int, made: Any) -> Any:
         """Fill ``made`` with the unpacked pairs and return it; a key may come only once."""
@@ -420,19 +390,16 @@ class _Unpacker:
             if not _is_key(name) or name in made:
                 raise damaged(f"its tree has a dict with the key {name!r}, or with this key twice")
             made[name] = self.value(item, depth)
-
         return made
 
     def _memory(self, name: Any, size: int) -> Array:
         """Return a copy of the ``size`` bytes of the tensor ``name``, uint8."""
-        if isinstance(name, str):
-            stored = self._tensors.get(name)
-        else:
-            stored = None
+        stored = self._tensors.get(name) if isinstance(name, str) else None
 
         if stored is None or stored.ndim != 1 or not stored.is_contiguous():
             raise damaged(f"its tree refers to the tensor {str(name)[:40]!r}, which is missing")
         memory: Array = stored.view(torch.uint8).numpy() if stored.numel() else np.zeros(0, np.uint8)
+
         codec = name.rpartition(".")[2]
         if codec == "raw":
             if len(memory) != size:
@@ -445,6 +412,31 @@ class _Unpacker:
         return _decompress(codec, memory.tobytes(), size)
 
 
+def _number(dtype: np.dtype[Any], number: bytes) -> Any:
+    """Return the NumPy scalar of these bytes; raise a flatroll error if there are more or fewer than it has."""
+    if len(number) != dtype.itemsize:
+        raise damaged(f"its tree has a number of {len(number)} bytes, expected {dtype.itemsize}")
+    return np.frombuffer(number, dtype)[0]
+
+
+def _jagged(rows: Any, bounds: Any) -> Tensor:
+    """Return the nested tensor with these rows; raise a flatroll error if the bounds do not fit them."""
+    if not isinstance(rows, Tensor) or not isinstance(bounds, Tensor) or bounds.dtype is not torch.int64:
+        raise damaged("its tree has an empty nested tensor")
+    if bounds.ndim != 1 or bounds[0] != 0 or bounds[-1] != len(rows) or bool((bounds.diff() < 0).any()):
+        raise damaged(f"its tree has a nested tensor of {len(rows)} rows whose bounds do not match")
+    return torch.nested.nested_tensor_from_jagged(rows, bounds)
+
+
+def _tensordict(entries: dict[Any, Any], shape: Any, device: list[Any]) -> TensorDict:
+    """Return the tensordict of these entries; raise a flatroll error if it cannot hold one of them."""
+    for name, entry in entries.items():
+        if not isinstance(name, str) or not isinstance(entry, (Tensor, TensorDictBase, NonTensorData)):
+            raise damaged(f"its tree has a tensordict whose {name!r} is a {type(entry).__name__}")
+
+    return TensorDict(entries, _shape(shape), device=next(iter(device), None))
+
+
 def _is_key(key: Any) -> bool:
     """Return whether a state may have this key: a number, a string, bytes, None, or a tuple of them."""
     if type(key) is tuple:
@@ -452,7 +444,7 @@ def _is_key(key: Any) -> bool:
     return key is None or type(key) in (bool, int, float, str, bytes)
 
 
-def _no_data(value: Any, path: str) -> TypeError:
+def _no_data_error(value: Any, path: str) -> TypeError:
     return TypeError(
         f"{path} is a {type(value).__name__}, which cannot be saved: a state holds numbers, strings, tensors, arrays, "
         "and dicts, lists and tuples of them"
@@ -470,10 +462,9 @@ def _shape(sizes: Any) -> torch.Size:
 
 def _dtype(name: Any) -> torch.dtype:
     """Return the dtype that the tree names; raise a flatroll error if there is none."""
+    dtype = None
     if isinstance(name, str) and re.fullmatch(r"\w{1,30}", name):
         dtype = getattr(torch, name, None)
-    else:
-        dtype = None
 
     if not isinstance(dtype, torch.dtype) or dtype.itemsize not in _WORDS or "q" in str(name):
         raise damaged(f"its tree has the unknown dtype {str(name)[:40]!r}")
@@ -508,6 +499,7 @@ def _numpy_dtype(descr: Any) -> np.dtype[Any]:
 def _decompress(codec: str, packed: bytes, size: int) -> Array:
     """Decompress ``packed`` to exactly ``size`` bytes; never allocates more."""
     data = b""
+
     if codec == "zlib":
         try:
             data = zlib.decompressobj().decompress(packed, size + 1)
@@ -516,7 +508,6 @@ def _decompress(codec: str, packed: bytes, size: int) -> Array:
     elif codec == "zstd":
         zstandard = optional_package("zstandard", "zstd", "this state, which is compressed with zstd,")
         reader = zstandard.ZstdDecompressor().stream_reader(packed)
-
         pieces = list[bytes]()
         total = 0
         try:
@@ -526,7 +517,6 @@ def _decompress(codec: str, packed: bytes, size: int) -> Array:
                 total += len(piece)
         except zstandard.ZstdError as error:
             raise damaged(f"a compressed tensor cannot be read ({error})") from None
-
         data = b"".join(pieces)
     else:
         raise damaged(f"a tensor is compressed with the unknown codec {codec[:20]!r}")

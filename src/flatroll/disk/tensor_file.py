@@ -91,7 +91,7 @@ class Checksum(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """Position, dtype and shape of a tensor in a file.
 
     Args:
@@ -120,7 +120,7 @@ class Header:
         size: size of the whole file in bytes.
     """
 
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
     metadata: dict[str, str]
     checksum: int
     size: int
@@ -150,14 +150,15 @@ def encode(
     """
     data: list[Buffer] = []
     table: dict[str, dict[str, Any]] = {}
-    found: dict[str, Entry] = {}  # offsets relative to the end of the header, whose length is not known yet
+    found: dict[
+        str, TensorEntry
+    ] = {}  # offsets relative to the end of the header, whose length is not known yet
     sums: dict[str, dict[str, str]] = {"crc32": {}}
     declared: dict[str, str] = {}
     position = 0
 
     # Tensors with large words first, so that each is aligned to its word size.
     kinds = {name: DECLARED.get(pieces[0].dtype, pieces[0].dtype) for name, pieces in tensors.items()}
-
     for _, name in sorted((-kind.itemsize, name) for name, kind in kinds.items()):
         pieces = tensors[name]
         dtype = pieces[0].dtype
@@ -166,29 +167,25 @@ def encode(
         if len(pieces) > 1:
             shape = (sum(len(piece) for piece in pieces), *shape[1:])
 
-        views = [bytes_of(piece) for piece in pieces]
+        views = [as_bytes(piece) for piece in pieces]
         data.extend(views)
-
         size = sum(map(len, views))
+        algorithm = "crc32"
         if size >= LARGE:
-            kind = "xxh64"
-        else:
-            kind = "crc32"
-        checksum = checksum_of(kind, views)
+            algorithm = "xxh64"
+        checksum = compute_checksum(algorithm, views)
+
         if dtype in DECLARED:
             declared[name] = called
+        stored_shape = list(shape)
         if dtype.is_complex:
-            sizes = [*shape, 2]
-        else:
-            sizes = list(shape)
-
+            stored_shape.append(2)
         table[name] = {
             "dtype": STORED[kinds[name]],
-            "shape": sizes,
+            "shape": stored_shape,
             "data_offsets": [position, position + size],
         }
-
-        found[name] = Entry(dtype, shape, position, size, checksum)
+        found[name] = TensorEntry(dtype, shape, position, size, checksum)
         sums.setdefault(checksum.kind, {})[name] = f"{checksum.value:08x}"
         position += size
 
@@ -196,20 +193,21 @@ def encode(
     own |= {kind: json.dumps(by_name) for kind, by_name in sums.items()}
     text = json.dumps({"__metadata__": {**own, **metadata}, **table}, separators=(",", ":")).encode()
     text += b" " * (-(_LENGTH + len(text)) % _ALIGNED)
+
     crc = zlib.crc32(text)
     at = len(_BEFORE_CHECKSUM)
     first = _LENGTH + len(text)
     text = text[:at] + f"{crc:08x}".encode() + text[at + len(_NO_CHECKSUM) :]
+
     entries = {name: replace(entry, begin=first + entry.begin) for name, entry in found.items()}
     header = Header(entries, dict(metadata), crc, first + position)
-
     return header, [len(text).to_bytes(_LENGTH, "little") + text, *data]
 
 
-def checksum_of(kind: str, pieces: Iterable[memoryview]) -> Checksum:
+def compute_checksum(kind: str, pieces: Iterable[memoryview]) -> Checksum:
     """An incremental checksum.
 
-    >>> checksum_of("xxh64", [memoryview(b"ab"), memoryview(b"c")]).value == 0x44BC2CF5AD770999
+    >>> compute_checksum("xxh64", [memoryview(b"ab"), memoryview(b"c")]).value == 0x44BC2CF5AD770999
     True
     """
     if kind == "crc32":
@@ -272,17 +270,15 @@ def read_header(descriptor: int, size: int) -> Header:
         raise DamagedFileError(str(error)) from None
 
 
-def read_tensor(descriptor: int, name: str, entry: Entry, out: Tensor | None = None) -> Tensor:
+def read_tensor(descriptor: int, name: str, entry: TensorEntry, out: Tensor | None = None) -> Tensor:
     """Read a tensor into new memory, or into ``out`` (contiguous, same dtype and number of values), and check it.
 
     Raises:
         DamagedFileError: its bytes are not those that were written.
     """
     if out is None:
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
-    else:
-        tensor = out
-    view = bytes_of(tensor)
+        out = torch.empty(entry.shape, dtype=entry.dtype)
+    view = as_bytes(out)
 
     def pieces() -> Iterator[memoryview]:
         for at in range(0, len(view), _AT_ONCE):
@@ -294,7 +290,7 @@ def read_tensor(descriptor: int, name: str, entry: Entry, out: Tensor | None = N
         check_bytes(name, entry, view, pieces())
     except EOFError as error:
         raise DamagedFileError(f"{name}: {error}") from None
-    return tensor
+    return out
 
 
 def read_all(folder: Path, name: str, size: int, checksum: int) -> dict[str, Tensor]:
@@ -322,28 +318,29 @@ def map_tensors(descriptor: int, header: Header) -> tuple[Tensor, dict[str, Tens
             tensors[name] = torch.view_as_complex(piece.view(DECLARED[entry.dtype]).view(*entry.shape, 2))
         else:
             tensors[name] = piece.view(entry.dtype).view(entry.shape)
-
     return data, tensors
 
 
 def check_bytes(
-    name: str, entry: Entry, view: memoryview, pieces: Iterable[memoryview] | None = None
+    name: str, entry: TensorEntry, view: memoryview, pieces: Iterable[memoryview] | None = None
 ) -> None:
     """Raise DamagedFileError if the bytes in ``view`` are not those of the tensor ``name``; ``pieces`` fills ``view``
     (default: it is filled already)."""
     if pieces is None:
         pieces = [view]
-    if checksum_of(entry.checksum.kind, pieces) != entry.checksum:
+    if compute_checksum(entry.checksum.kind, pieces) != entry.checksum:
         raise DamagedFileError(f"the checksum of {name!r} is wrong")
+
     # Any byte but 0 and 1 in a bool tensor means different things to different operations of torch.
     if entry.dtype == torch.bool and len(view) and np.frombuffer(view, np.uint8).max() > 1:
         raise DamagedFileError(f"{name!r} is bool and has bytes that are neither 0 nor 1")
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
+def as_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor, its own memory if it is contiguous and on the CPU."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    plain = torch.view_as_real(plain) if plain.is_complex() else plain
+    if plain.is_complex():
+        plain = torch.view_as_real(plain)
     array: Any = plain.reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
@@ -354,7 +351,6 @@ def parse_header(text: bytes, size: int) -> Header:
     end = at + len(_NO_CHECKSUM)
     if not text.startswith(_BEFORE_CHECKSUM):
         raise DamagedFileError("the header does not begin with its checksum")
-
     checksum = zlib.crc32(text[:at] + _NO_CHECKSUM.encode() + text[end:])
     if text[at:end] != f"{checksum:08x}".encode():
         raise DamagedFileError("the checksum of the header is wrong")
@@ -362,12 +358,10 @@ def parse_header(text: bytes, size: int) -> Header:
     try:
         table = json.loads(text)
         metadata = table.pop("__metadata__")
-        sums = {
-            name: Checksum(kind, int(value, 16))
-            for kind in CHECKSUMS
-            for name, value in json.loads(metadata.pop(kind, "{}")).items()
-        }
-
+        sums = {}
+        for kind in CHECKSUMS:
+            for name, value in json.loads(metadata.pop(kind, "{}")).items():
+                sums[name] = Checksum(kind, int(value, 16))
         declared = json.loads(metadata.pop("dtypes"))
         entries = {
             name: _entry(values, sums[name], declared.get(name), _LENGTH + len(text))
@@ -378,33 +372,36 @@ def parse_header(text: bytes, size: int) -> Header:
         raise DamagedFileError(f"the header cannot be read: {error}") from None
 
     position = _LENGTH + len(text)
-
     for begin, length, name in sorted((entry.begin, entry.size, name) for name, entry in entries.items()):
         if begin != position:
             raise DamagedFileError(f"{name!r} begins at byte {begin}, expected {position}")
         position += length
-
     if position != size:
         raise DamagedFileError(f"the file has {size} bytes, expected {position}")
+
     return Header(entries, metadata, checksum, size)
 
 
-def _entry(values: Mapping[str, Any], checksum: Checksum, declared: str | None, first: int) -> Entry:
+def _entry(values: Mapping[str, Any], checksum: Checksum, declared: str | None, first: int) -> TensorEntry:
     """Parse an entry of a header's table; ValueError if it is invalid."""
     begin, end = values["data_offsets"]
     shape = values["shape"]
     stored = BY_STORED[values["dtype"]]
+
     if len(shape) > MOST_DIMENSIONS or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
         raise ValueError(f"invalid shape {shape} or bytes {begin} to {end}")
     if end - begin != prod(shape) * stored.itemsize or prod(max(n, 1) for n in shape) >= 2**48:
         raise ValueError(f"{end - begin} bytes for shape {shape} of {stored}")
 
-    dtype = stored if declared is None else DTYPES[declared]
-    if declared is not None and DECLARED.get(dtype, dtype) != stored:
-        raise ValueError(f"{declared} is not stored as {stored}")
+    dtype = stored
+    if declared is not None:
+        dtype = DTYPES[declared]
+        if DECLARED.get(dtype, dtype) != stored:
+            raise ValueError(f"{declared} is not stored as {stored}")
 
     if dtype.is_complex:
         if not shape or shape[-1] != 2:
             raise ValueError(f"shape {shape}, but complex numbers need pairs")
         shape = shape[:-1]
-    return Entry(dtype, tuple(shape), first + begin, end - begin, checksum)
+
+    return TensorEntry(dtype, tuple(shape), first + begin, end - begin, checksum)

@@ -64,12 +64,13 @@ def compiled(**options: Any) -> Callable[[Any], Any]:
     def decorate(function: Any) -> Any:
         name = function.__qualname__
         function.__qualname__ = f"{name}-{_HASH}"  # Numba names the file on disk by it
-
         try:
             kernel = numba.njit(cache=True, nogil=True, **options)(function)
         except RuntimeError:  # no writable cache directory: each process compiles for itself
             kernel = numba.njit(nogil=True, **options)(function)
-        function.__qualname__ = kernel.__qualname__ = name
+        function.__qualname__ = name
+        kernel.__qualname__ = name
+
         if _notice.kernels is not None:
             _notice.kernels.add(kernel)
         return kernel

@@ -38,7 +38,6 @@ def run_blocks(run: Callable[[int, int], T], bounds: Sequence[int], threads: int
                 block, (first, stop) = open_.pop()
             except IndexError:
                 return
-
             try:
                 results[block] = run(first, stop)
             except Exception as error:  # raised by the calling thread

@@ -53,7 +53,9 @@ def agents_of(
         flat_column(require(batch, key), batch, key) for key in (AGENT, GAME_STEP, NUM_AGENTS)
     )
     highest = int(agent.max()) + 1 if len(agent) else 0
-    width = highest if max_num_agents is None else max_num_agents
+    width = max_num_agents
+    if width is None:
+        width = highest
     if highest > width:
         raise ValueError(
             f"max_num_agents must be at least {highest}, as the batch has agent {highest - 1}, got {width}"
@@ -63,6 +65,7 @@ def agents_of(
     numbers, group = torch.unique(steps, return_inverse=True)
     index: Tensor = group.new_full((len(numbers), width), -1)
     index[group, agent] = torch.arange(len(steps), device=steps.device)
+
     here = (index >= 0).sum(-1)
     if int(here.sum()) < len(steps):
         raise ValueError(

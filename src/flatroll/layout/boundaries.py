@@ -4,7 +4,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.layout.checks import need_keys, need_rows
+from flatroll.layout.checks import check_keys, check_rows
 from flatroll.layout.keys import (
     DONE,
     IS_INIT,
@@ -62,17 +62,23 @@ def run_ends(
                 "batch must have at least one batch dimension (time is the last), got batch size []"
             )
 
-        keys = (done_key, is_init_key, mask_key)
-        done, is_init, mask = (
-            None if key is None or get_entry(batch, key) is None else marker(batch, key) for key in keys
-        )
-        ids = None if traj_key is None else get_entry(batch, traj_key)
-        if ids is not None and traj_key is not None:
-            ids = flat_column(ids, batch, traj_key)
+        markers: list[Tensor | None] = []
+        for key in (done_key, is_init_key, mask_key):
+            if key is None or get_entry(batch, key) is None:
+                markers.append(None)
+            else:
+                markers.append(marker(batch, key))
+        done, is_init, mask = markers
+
+        ids: Tensor | None = None
+        if traj_key is not None:
+            ids = get_entry(batch, traj_key)
+            if ids is not None:
+                ids = flat_column(ids, batch, traj_key)
     except (AttributeError, KeyError, TypeError, RuntimeError):
-        need_rows(batch)
-        need_keys(is_init_key=is_init_key, mask_key=mask_key)
-        need_keys(optional=True, done_key=done_key, traj_key=traj_key)
+        check_rows(batch)
+        check_keys(is_init_key=is_init_key, mask_key=mask_key)
+        check_keys(optional=True, done_key=done_key, traj_key=traj_key)
         raise
 
     any_marker = next((column for column in (ids, is_init, done) if column is not None), None)
@@ -84,14 +90,13 @@ def run_ends(
         ends = torch.zeros(batch.batch_size, dtype=torch.bool, device=any_marker.device)
     else:
         ends = done.to(any_marker.device, copy=True)  # a copy, because the lines below write into it
+
     inner = ends[..., :-1]  # a view of all rows but the last
     if is_init is not None:  # row i ends a run if row i + 1 begins one
         inner |= is_init[..., 1:].to(any_marker.device)
-
     for column in (ids, mask):
         if column is not None:
             inner |= (column[..., 1:] != column[..., :-1]).to(any_marker.device)
-
     ends[..., -1:] = True
     return ends
 

@@ -2,34 +2,34 @@
 
 | check | wants |
 |---|---|
-| `whole_number` | an integer within limits |
-| `number` | a real number within limits |
-| `one_of` | one of some choices |
+| `check_whole_number` | an integer within limits |
+| `check_number` | a real number within limits |
+| `check_choice` | one of some choices |
 | `did_you_mean` | (adds the nearest name to an error) |
-| `expect` | an instance of a type |
-| `iterable` | an iterable, but no tensor or tensordict |
-| `function` | something that can be called |
-| `flags` | each argument True or False |
-| `need_keys` | each argument the name of an entry: a string or a tuple of strings |
-| `key_names` | a list of keys |
-| `need_tensors` | each argument a tensor |
+| `check_type` | an instance of a type |
+| `check_iterable` | an iterable, but no tensor or tensordict |
+| `check_function` | something that can be called |
+| `check_flags` | each argument True or False |
+| `check_keys` | each argument the name of an entry: a string or a tuple of strings |
+| `check_key_names` | a list of keys |
+| `check_tensors` | each argument a tensor |
 | `as_numbers` | a number, an array or a tensor with values, as a tensor |
-| `dense_tensor` | a dense tensor of real numbers, on a given device |
-| `floating_tensor` | likewise, of a floating dtype |
+| `check_dense_tensor` | a dense tensor of real numbers, on a given device |
+| `check_floating_tensor` | likewise, of a floating dtype |
 | `blame_entries` | (says which entry made a call fail) |
-| `torch_device` | a device, or its name |
-| `file_path` | a path |
-| `seed_number` | a seed of torch's generators |
-| `sizes` | the sizes of a shape |
-| `floating_dtype` | a floating dtype |
-| `cpu_generator` | a random generator of the CPU, or None |
-| `need_rows` | a tensordict of rows |
-| `writer_number` | the number of a writer |
-| `legal_options` | a mask that leaves each choice an option |
+| `check_device` | a device, or its name |
+| `check_path` | a path |
+| `check_seed` | a seed of torch's generators |
+| `check_sizes` | the sizes of a shape |
+| `check_floating_dtype` | a floating dtype |
+| `check_cpu_generator` | a random generator of the CPU, or None |
+| `check_rows` | a tensordict of rows |
+| `check_writer_number` | the number of a writer |
+| `check_options` | a mask that leaves each choice an option |
 | `warn_of_scales` | rows of one scale |
 
-Each returns the checked value, for assignments such as ``self.slots = whole_number("slots", slots)``. ``hint`` is a
-suggested fix, added after a colon. Arguments that Python or torch already check well need no check.
+Each returns the checked value, for assignments such as ``self.slots = check_whole_number("slots", slots)``. ``hint``
+is a suggested fix, added after a colon. Arguments that Python or torch already check well need no check.
 """
 
 import os
@@ -54,25 +54,23 @@ Number = TypeVar("Number", bound=SupportsFloat)
 def _text(name: str, wanted: str, got: object, hint: str = "") -> str:
     """``name must wanted, got got: hint``."""
     if hint:
-        way_out = f": {hint}"
-    else:
-        way_out = ""
-    return f"{name} must {wanted}, got {got}{way_out}"
+        hint = f": {hint}"
+    return f"{name} must {wanted}, got {got}{hint}"
 
 
-def shown(value: object) -> str:
+def as_text(value: object) -> str:
     """Return a value as text for an error: its repr if short, else its type; for an array, its dtype and shape.
 
-    >>> shown("3"), shown(torch.zeros(2, 3)), shown(list(range(100)))
+    >>> as_text("3"), as_text(torch.zeros(2, 3)), as_text(list(range(100)))
     ("'3'", 'a torch.float32 Tensor of shape (2, 3)', 'list')
     """
     if isinstance(value, (torch.Tensor, np.ndarray)):
-        if isinstance(value, torch.Tensor) and not value.is_cpu:
-            place = f" on {value.device}"
-        else:
-            place = ""
-
-        sparse = "sparse " * (isinstance(value, torch.Tensor) and value.is_sparse)
+        sparse = ""
+        place = ""
+        if isinstance(value, torch.Tensor):
+            sparse = "sparse " * value.is_sparse
+            if not value.is_cpu:
+                place = f" on {value.device}"
         return f"a {sparse}{value.dtype} {type(value).__name__} of shape {tuple(value.shape)}{place}"
 
     text = repr(value)
@@ -81,7 +79,9 @@ def shown(value: object) -> str:
     return type(value).__name__
 
 
-def whole_number(name: str, value: object, least: int = 1, most: int | None = None, *, hint: str = "") -> int:
+def check_whole_number(
+    name: str, value: object, least: int = 1, most: int | None = None, *, hint: str = ""
+) -> int:
     """Return an argument after checking that it is an integer (no bool) from ``least`` to ``most``.
 
     Args:
@@ -94,27 +94,32 @@ def whole_number(name: str, value: object, least: int = 1, most: int | None = No
     Raises:
         ValueError: it is not.
 
-    >>> whole_number("rows", 3)
+    >>> check_whole_number("rows", 3)
     3
-    >>> whole_number("level", 30, 1, 22)
+    >>> check_whole_number("level", 30, 1, 22)
     Traceback (most recent call last):
     ...
     ValueError: level must be an integer from 1 to 22, got 30
     """
-    high = 2**63 - 1 if most is None else most
-    if isinstance(value, (int, np.integer)) and not isinstance(value, bool) and least <= value <= high:
+    largest = 2**63 - 1 if most is None else most
+    if (
+        isinstance(value, (int, np.integer))
+        and not isinstance(value, bool)
+        and least <= value
+        and value <= largest
+    ):
         return int(value)
 
     if most is not None:
         limits = f"from {least} to {most}"
-    elif isinstance(value, int) and value >= 2**63:
-        limits = f"of at least {least}, of 64 bits"
     else:
         limits = f"of at least {least}"
-    raise ValueError(_text(name, f"be an integer {limits}", shown(value), hint))
+        if isinstance(value, int) and value >= 2**63:
+            limits += ", of 64 bits"
+    raise ValueError(_text(name, f"be an integer {limits}", as_text(value), hint))
 
 
-def number(
+def check_number(
     name: str,
     value: Number,
     *,
@@ -139,63 +144,53 @@ def number(
         TypeError: it is not a number.
         ValueError: it is outside the limits.
 
-    >>> number("gamma", 0.99, least=0, most=1)
+    >>> check_number("gamma", 0.99, least=0, most=1)
     0.99
-    >>> number("gamma", 1.5, least=0, most=1)
+    >>> check_number("gamma", 1.5, least=0, most=1)
     Traceback (most recent call last):
     ...
     ValueError: gamma must lie in [0, 1], got 1.5
-    >>> number("fps", 0, above=0)
+    >>> check_number("fps", 0, above=0)
     Traceback (most recent call last):
     ...
     ValueError: fps must be above 0, got 0
     """
     # float first: isinstance() with a protocol takes as long as the rest of the function.
     if isinstance(value, bool) or not isinstance(value, (float, int, SupportsFloat)):
-        raise TypeError(_text(name, "be a number", shown(value), hint))
+        raise TypeError(_text(name, "be a number", as_text(value), hint))
 
     try:
         real = float(value)
     except (TypeError, ValueError, RuntimeError) as error:  # an array of several numbers, or an empty one
-        raise TypeError(_text(name, "be a number", shown(value), hint)) from error
+        raise TypeError(_text(name, "be a number", as_text(value), hint)) from error
 
-    fits = real == real  # NaN never does
-    low = least
-    high = most
-    at_least = "at least"
-    at_most = "at most"
-    opening = "["
-    closing = "]"
+    # whether the limits are allowed themselves
+    low_is_in = above is None
+    high_is_in = below is None
+    low = least if low_is_in else above
+    high = most if high_is_in else below
 
-    if above is not None:
-        low = above
-        at_least = "above"
-        opening = "("
-        fits = fits and real > above
-    elif least is not None:
-        fits = fits and real >= least
-
-    if below is not None:
-        high = below
-        at_most = "below"
-        closing = ")"
-        fits = fits and real < below
-    elif most is not None:
-        fits = fits and real <= most
-
+    fits = real == real  # not NaN
+    if low is not None:
+        fits &= real >= low if low_is_in else real > low
+    if high is not None:
+        fits &= real <= high if high_is_in else real < high
     if fits:
         return value
 
     if low is not None and high is not None:
+        opening = "[" if low_is_in else "("
+        closing = "]" if high_is_in else ")"
         limits = f"lie in {opening}{low}, {high}{closing}"
     elif low is not None:
-        limits = f"be {at_least} {low}"
+        word = "at least" if low_is_in else "above"
+        limits = f"be {word} {low}"
     elif high is not None:
-        limits = f"be {at_most} {high}"
+        word = "at most" if high_is_in else "below"
+        limits = f"be {word} {high}"
     else:
         limits = "be a number"
-
-    got = real if isinstance(value, torch.Tensor) else shown(value)
+    got = real if isinstance(value, torch.Tensor) else as_text(value)
     raise ValueError(_text(name, limits, got, hint))
 
 
@@ -212,13 +207,13 @@ def did_you_mean(got: object, known: Iterable[object]) -> str:
     return ""
 
 
-def one_of(name: str, value: T, choices: Collection[T], *, hint: str = "") -> T:
+def check_choice(name: str, value: T, choices: Collection[T], *, hint: str = "") -> T:
     """Return an argument after checking that it is one of ``choices``.
 
     Raises:
         ValueError: it is not; the message lists the choices.
 
-    >>> one_of("by", "end", ("trajectory", "start"))
+    >>> check_choice("by", "end", ("trajectory", "start"))
     Traceback (most recent call last):
     ...
     ValueError: by must be 'trajectory' or 'start', got 'end'
@@ -230,11 +225,14 @@ def one_of(name: str, value: T, choices: Collection[T], *, hint: str = "") -> T:
         pass
 
     *others, last = map(repr, choices)
-    hint = hint or (did_you_mean(value, choices) if isinstance(value, str) else "")
-    raise ValueError(_text(name, f"be {', '.join(others)}{' or ' * bool(others)}{last}", shown(value), hint))
+    if not hint and isinstance(value, str):
+        hint = did_you_mean(value, choices)
+    raise ValueError(
+        _text(name, f"be {', '.join(others)}{' or ' * bool(others)}{last}", as_text(value), hint)
+    )
 
 
-def expect(
+def check_type(
     name: str, value: object, kind: type[T] | tuple[type[T], ...], wanted: str, *, hint: str = ""
 ) -> T:
     """Return an argument after checking that it is an instance of ``kind``.
@@ -249,7 +247,7 @@ def expect(
     Raises:
         TypeError: it is not.
 
-    >>> expect("space", 4, str, "a gymnasium space", hint="give it env.action_space")
+    >>> check_type("space", 4, str, "a gymnasium space", hint="give it env.action_space")
     Traceback (most recent call last):
     ...
     TypeError: space must be a gymnasium space, got int: give it env.action_space
@@ -259,52 +257,52 @@ def expect(
     return value
 
 
-def iterable(name: str, value: T, wanted: str, *, hint: str = "") -> T:
+def check_iterable(name: str, value: T, wanted: str, *, hint: str = "") -> T:
     """Return an argument after checking that it can be iterated over; a tensor or tensordict would yield its rows.
 
     Raises:
         TypeError: it cannot, or is a tensor or tensordict; ``wanted`` says what it should be.
 
-    >>> iterable("episodes", torch.zeros(3), "an iterable of episodes", hint="give it [episode]")
+    >>> check_iterable("episodes", torch.zeros(3), "an iterable of episodes", hint="give it [episode]")
     Traceback (most recent call last):
     ...
     TypeError: episodes must be an iterable of episodes, got a torch.float32 Tensor of shape (3,): give it [episode]
     """
     if isinstance(value, torch.Tensor | TensorDictBase) or not isinstance(value, Iterable):
-        raise TypeError(_text(name, f"be {wanted}", shown(value), hint))
+        raise TypeError(_text(name, f"be {wanted}", as_text(value), hint))
     return value
 
 
-def function(name: str, value: T, wanted: str = "a function", *, hint: str = "") -> T:
+def check_function(name: str, value: T, wanted: str = "a function", *, hint: str = "") -> T:
     """Return an argument after checking that it can be called.
 
     Raises:
         TypeError: it cannot; ``wanted`` says which function it should be.
 
-    >>> function("create_env_fn", 3, "a function that makes an env")
+    >>> check_function("create_env_fn", 3, "a function that makes an env")
     Traceback (most recent call last):
     ...
     TypeError: create_env_fn must be a function that makes an env, got 3
     """
     if not callable(value):
-        raise TypeError(_text(name, f"be {wanted}", shown(value), hint))
+        raise TypeError(_text(name, f"be {wanted}", as_text(value), hint))
     return value
 
 
-def flags(**named: object) -> None:
+def check_flags(**named: object) -> None:
     """Check that each argument is True or False; 1 and 0 are accepted, too.
 
     Raises:
         TypeError: one is not; a text such as ``"False"`` would be taken for True.
 
-    >>> flags(strict=True, shared="no")
+    >>> check_flags(strict=True, shared="no")
     Traceback (most recent call last):
     ...
     TypeError: shared must be True or False, got 'no'
     """
     for name, value in named.items():
         if not isinstance(value, (bool, np.bool_)) and not (isinstance(value, int) and value in (0, 1)):
-            raise TypeError(_text(name, "be True or False", shown(value)))
+            raise TypeError(_text(name, "be True or False", as_text(value)))
 
 
 def is_key(value: object) -> bool:
@@ -312,7 +310,7 @@ def is_key(value: object) -> bool:
     return isinstance(value, str) or (isinstance(value, tuple) and len(value) > 0 and all(map(is_key, value)))
 
 
-def need_keys(*, optional: bool = False, **named: object) -> None:
+def check_keys(*, optional: bool = False, **named: object) -> None:
     """Check that each argument names an entry: a string, or a tuple of strings for an entry of a nested tensordict.
 
     Args:
@@ -322,7 +320,7 @@ def need_keys(*, optional: bool = False, **named: object) -> None:
     Raises:
         TypeError: one does not.
 
-    >>> need_keys(done_key=("next", "done"), traj_key=3)
+    >>> check_keys(done_key=("next", "done"), traj_key=3)
     Traceback (most recent call last):
     ...
     TypeError: traj_key must be a key (a string or a tuple of strings), got 3
@@ -330,10 +328,10 @@ def need_keys(*, optional: bool = False, **named: object) -> None:
     for name, value in named.items():
         if not is_key(value) and not (optional and value is None):
             none = " or None" * optional
-            raise TypeError(_text(name, f"be a key (a string or a tuple of strings){none}", shown(value)))
+            raise TypeError(_text(name, f"be a key (a string or a tuple of strings){none}", as_text(value)))
 
 
-def key_names(name: str, keys: object, *, one: bool = False) -> list[str | tuple[str, ...]]:
+def check_key_names(name: str, keys: object, *, one: bool = False) -> list[str | tuple[str, ...]]:
     """Return keys as a list after checking them; a string is refused, as its letters would be taken for keys.
 
     Args:
@@ -344,42 +342,41 @@ def key_names(name: str, keys: object, *, one: bool = False) -> list[str | tuple
     Raises:
         TypeError: it is a string, or no list of keys.
 
-    >>> key_names("in_keys", "observation")
+    >>> check_key_names("in_keys", "observation")
     Traceback (most recent call last):
     ...
     TypeError: in_keys must be a list of keys, got the string 'observation': write ['observation']
-    >>> key_names("action_keys", "action", one=True)
+    >>> check_key_names("action_keys", "action", one=True)
     ['action']
     """
     if one and is_key(keys):
         return [cast(str, keys)]
     if isinstance(keys, str):
         raise TypeError(f"{name} must be a list of keys, got the string {keys!r}: write [{keys!r}]")
-
     if isinstance(keys, (list, tuple, set, frozenset, KeysView, Iterator)):
         listed = list(keys)
         if all(map(is_key, listed)):
             return listed
 
     raise TypeError(
-        _text(name, f"be {'a key or ' * one}a list of keys (strings or tuples of strings)", shown(keys))
+        _text(name, f"be {'a key or ' * one}a list of keys (strings or tuples of strings)", as_text(keys))
     )
 
 
-def need_tensors(**named: object) -> None:
+def check_tensors(**named: object) -> None:
     """Check that each argument is a tensor.
 
     Raises:
         TypeError: one is not.
 
-    >>> need_tensors(value=torch.zeros(2), count=[1, 2])
+    >>> check_tensors(value=torch.zeros(2), count=[1, 2])
     Traceback (most recent call last):
     ...
     TypeError: count must be a tensor, got [1, 2]
     """
     for name, value in named.items():
         if not isinstance(value, torch.Tensor):
-            raise TypeError(_text(name, "be a tensor", shown(value)))
+            raise TypeError(_text(name, "be a tensor", as_text(value)))
 
 
 def as_numbers(
@@ -393,14 +390,14 @@ def as_numbers(
     try:
         numbers = torch.as_tensor(value, dtype=dtype, device=device)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise TypeError(_text(name, "be a number, an array or a tensor", shown(value))) from error
+        raise TypeError(_text(name, "be a number, an array or a tensor", as_text(value))) from error
 
     if numbers.is_meta or numbers.layout is not torch.strided:
-        raise TypeError(_text(name, "be a dense tensor with values", shown(numbers)))
+        raise TypeError(_text(name, "be a dense tensor with values", as_text(numbers)))
     return numbers
 
 
-def dense_tensor(
+def check_dense_tensor(
     name: str, value: object, device: torch.device | None = None, owner: str = "the others"
 ) -> torch.Tensor:
     """Return an argument after checking that it is a dense tensor of real numbers.
@@ -415,7 +412,7 @@ def dense_tensor(
         TypeError: it is not a tensor, a sparse one, or one of complex numbers.
         ValueError: it is on another device.
 
-    >>> dense_tensor("reward", [1.0, 2.0])
+    >>> check_dense_tensor("reward", [1.0, 2.0])
     Traceback (most recent call last):
     ...
     TypeError: reward must be a tensor, got list: torch.as_tensor(reward)
@@ -424,95 +421,94 @@ def dense_tensor(
         raise TypeError(_text(name, "be a tensor", type(value).__name__, f"torch.as_tensor({name})"))
     if value.layout is not torch.strided or value.is_complex():
         raise TypeError(_text(name, "be a dense tensor of real numbers", f"{value.dtype}, {value.layout}"))
+
     if device is not None and value.device != device:
         raise ValueError(_text(name, f"be on {device} like {owner}", value.device, f"{name}.to({device})"))
     return value
 
 
-def floating_tensor(
+def check_floating_tensor(
     name: str, value: object, device: torch.device | None = None, owner: str = "the others"
 ) -> torch.Tensor:
-    """Return an argument after checking that it is a :func:`dense_tensor` of a floating dtype.
+    """Return an argument after checking that it is a :func:`check_dense_tensor` of a floating dtype.
 
     Raises:
         TypeError, ValueError: it is not.
 
-    >>> floating_tensor("logits", torch.tensor([1, 2]))
+    >>> check_floating_tensor("logits", torch.tensor([1, 2]))
     Traceback (most recent call last):
     ...
     TypeError: logits must be floating, got torch.int64: cast it, e.g. with .float()
     """
-    tensor = dense_tensor(name, value, device, owner)
+    tensor = check_dense_tensor(name, value, device, owner)
     if not tensor.is_floating_point():
         raise TypeError(_text(name, "be floating", tensor.dtype, "cast it, e.g. with .float()"))
     return tensor
 
 
-def torch_device(name: str, value: object) -> torch.device:
+def check_device(name: str, value: object) -> torch.device:
     """Return a device after checking that the argument is one, or the name or number of one.
 
     Raises:
         ValueError: it is not.
 
-    >>> torch_device("storing_device", "cpu")
+    >>> check_device("storing_device", "cpu")
     device(type='cpu')
-    >>> torch_device("device", "gpu")
+    >>> check_device("device", "gpu")
     Traceback (most recent call last):
     ...
     ValueError: device must be a torch device such as 'cpu' or 'cuda:0', got 'gpu'
     """
     if isinstance(value, torch.device):
         return value
-
     try:
         if isinstance(value, (str, int)) and not isinstance(value, bool):
             return torch.device(value)
     except (RuntimeError, ValueError):
         pass
+    raise ValueError(_text(name, "be a torch device such as 'cpu' or 'cuda:0'", as_text(value)))
 
-    raise ValueError(_text(name, "be a torch device such as 'cpu' or 'cuda:0'", shown(value)))
 
-
-def file_path(name: str, value: object) -> Path:
+def check_path(name: str, value: object) -> Path:
     """Return a path after checking that the argument is a string or a path.
 
     Raises:
         TypeError: it is not.
 
-    >>> file_path("path", 3)
+    >>> check_path("path", 3)
     Traceback (most recent call last):
     ...
     TypeError: path must be a path (a string or a pathlib.Path), got 3
     """
     if isinstance(value, os.PathLike) or (isinstance(value, str) and value):
         return Path(value)
-    raise TypeError(_text(name, "be a path (a string or a pathlib.Path)", shown(value)))
+    raise TypeError(_text(name, "be a path (a string or a pathlib.Path)", as_text(value)))
 
 
-def seed_number(name: str, value: object) -> int:
+def check_seed(name: str, value: object) -> int:
     """Return a seed after checking that torch's generators take it.
 
     Raises:
         ValueError: it is not an integer, or has more than 64 bits.
 
-    >>> seed_number("seed", 1.5)
+    >>> check_seed("seed", 1.5)
     Traceback (most recent call last):
     ...
     ValueError: seed must be an integer from 0 to 18446744073709551615, got 1.5
     """
-    return whole_number(name, value, 0, 2**64 - 1)
+    return check_whole_number(name, value, 0, 2**64 - 1)
 
 
-def sizes(name: str, value: object) -> tuple[int, ...]:
+def check_sizes(name: str, value: object) -> tuple[int, ...]:
     """Return the sizes of a shape after checking that they are integers of at least 0.
 
     Raises:
         TypeError: it is not a list or tuple.
         ValueError: one of them is not such an integer.
 
-    >>> sizes("shape", [3, 4])
+    >>> check_sizes("shape", [3, 4])
     (3, 4)
-    >>> sizes("shape", 3)
+    >>> check_sizes("shape", 3)
     Traceback (most recent call last):
     ...
     TypeError: shape must be a tuple of integers, got 3
@@ -520,17 +516,17 @@ def sizes(name: str, value: object) -> tuple[int, ...]:
     if type(value) is tuple and set(map(type, value)) <= {int} and min(value, default=0) >= 0:
         return value
     if not isinstance(value, (list, tuple)):
-        raise TypeError(_text(name, "be a tuple of integers", shown(value)))
-    return tuple(whole_number(name, size, 0) for size in value)
+        raise TypeError(_text(name, "be a tuple of integers", as_text(value)))
+    return tuple(check_whole_number(name, size, 0) for size in value)
 
 
-def floating_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+def check_floating_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """Return a dtype after checking that it is a floating one.
 
     Raises:
         ValueError: it is not.
 
-    >>> floating_dtype("dtype", torch.float16)
+    >>> check_floating_dtype("dtype", torch.float16)
     torch.float16
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -538,17 +534,17 @@ def floating_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def cpu_generator(generator: torch.Generator | None) -> torch.Generator | None:
+def check_cpu_generator(generator: torch.Generator | None) -> torch.Generator | None:
     """Return a random generator (None: torch's global one) after checking that it is a CPU generator.
 
     Raises:
         TypeError: it is not a generator.
         ValueError: it belongs to another device.
 
-    >>> cpu_generator(None)
+    >>> check_cpu_generator(None)
     """
     if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(_text("generator", "be a torch.Generator or None", shown(generator)))
+        raise TypeError(_text("generator", "be a torch.Generator or None", as_text(generator)))
     if generator is not None and generator.device.type != "cpu":
         raise ValueError(
             f"generator must be a CPU generator (draws are made on the host), got {generator.device}"
@@ -556,14 +552,14 @@ def cpu_generator(generator: torch.Generator | None) -> torch.Generator | None:
     return generator
 
 
-def need_rows(batch: object, *, values: bool = False) -> None:
+def check_rows(batch: object, *, values: bool = False) -> None:
     """Raise TypeError if a batch is not a tensordict but, say, a buffer or another library's sample.
 
     Args:
         batch: the argument.
         values: the rows are read, so a batch on the device meta, which has none, is an error, too.
 
-    >>> need_rows([1, 2])  # doctest: +ELLIPSIS
+    >>> check_rows([1, 2])  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
     TypeError: batch must be a tensordict of rows, got list; the rows of a buffer are buffer[:], ...
@@ -573,6 +569,7 @@ def need_rows(batch: object, *, values: bool = False) -> None:
             f"batch must be a tensordict of rows, got {type(batch).__name__}; the rows of a buffer are buffer[:], and "
             "those of a trainer's FlatReplayBuffer are buffer.flat[:]"
         )
+
     if values and getattr(getattr(batch, "device", None), "type", None) == "meta":
         raise TypeError("batch must be a tensordict of rows with values, got one on the device meta")
 
@@ -605,19 +602,21 @@ def blame_entries(
     """
     read = []
     device = None
+
     for key in keys:
         column = batch.get(key, None)
-        if column is not None:
-            try:
-                device = dense_tensor(f"batch[{key!r}]", column, device).device
-            except (TypeError, ValueError) as wrong:
-                raise wrong from error
-            read.append(f"{key!r}: {shown(column)}")
+        if column is None:
+            continue
+        try:
+            device = check_dense_tensor(f"batch[{key!r}]", column, device).device
+        except (TypeError, ValueError) as wrong:
+            raise wrong from error
+        read.append(f"{key!r}: {as_text(column)}")
 
     error.add_note(f"{type(caller).__name__} read {', '.join(read)}")
 
 
-def legal_options(
+def check_options(
     name: str,
     mask: torch.Tensor,
     counts: Sequence[int] | None = None,
@@ -644,14 +643,14 @@ def legal_options(
     Raises:
         ValueError: a choice of a real element has no option.
 
-    >>> legal_options("action_mask", torch.tensor([[1, 0, 1]]), (1, 2))
+    >>> check_options("action_mask", torch.tensor([[1, 0, 1]]), (1, 2))
     [tensor([[True]]), tensor([[False,  True]])]
     """
     allowed = mask.bool()
-    if counts is None:
-        parts = [allowed]
-    else:
+    parts = [allowed]
+    if counts is not None:
         parts = list(allowed.split_with_sizes(list(counts), -1))
+
     some = [part.any(-1, keepdim=True) for part in parts]
 
     if strict and mask.is_cpu and not torch.compiler.is_compiling():
@@ -659,7 +658,8 @@ def legal_options(
             return parts
 
         lacking = ~torch.cat(some, -1).all(-1)
-        lacking = lacking if real is None else lacking & real
+        if real is not None:
+            lacking = lacking & real
         if bool(lacking.any()):
             where = lacking.flatten().nonzero().squeeze(-1).tolist()[:8]
             raise ValueError(
@@ -679,13 +679,13 @@ def warn_of_scales(stacklevel: int) -> None:
     )
 
 
-def writer_number(writer: object) -> int:
+def check_writer_number(writer: object) -> int:
     """Return a writer number, the high bits of trajectory ids, after checking it.
 
     Raises:
         ValueError: it is not an integer from 0 to 2**23 - 1.
 
-    >>> writer_number(3)
+    >>> check_writer_number(3)
     3
     """
     try:
@@ -693,5 +693,4 @@ def writer_number(writer: object) -> int:
             return index(writer)
     except (TypeError, RuntimeError):  # a tensor of several numbers, or an empty one
         pass
-
-    raise ValueError(f"writer must be in [0, 2**23), got {shown(writer)}")
+    raise ValueError(f"writer must be in [0, 2**23), got {as_text(writer)}")

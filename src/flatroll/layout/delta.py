@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.layout.checks import flags, floating_dtype, key_names, need_tensors, shown
+from flatroll.layout.checks import as_text, check_flags, check_floating_dtype, check_key_names, check_tensors
 from flatroll.layout.keys import DELTA, STEPS_TO_NEXT_OBS, NestedKey, as_tuple, next_key, require
 
 #: Unsigned dtypes without arithmetic in torch, and the signed dtypes of the same width.
@@ -52,12 +52,13 @@ def encode_delta(obs: Tensor, next_obs: Tensor, dtype: torch.dtype = torch.float
     >>> encode_delta(torch.tensor([250], dtype=torch.uint8), torch.tensor([4], dtype=torch.uint8))
     tensor([10], dtype=torch.uint8)
     """
-    floating_dtype("dtype", dtype)
+    check_floating_dtype("dtype", dtype)
     _check_pair("next_obs", obs, next_obs)
     if obs.dtype != next_obs.dtype or obs.is_complex():
         raise TypeError(
             f"obs and next_obs must have the same real dtype, got {obs.dtype} and {next_obs.dtype}"
         )
+
     if obs.is_floating_point():
         return (next_obs - obs).to(dtype)
     if obs.dtype is torch.bool:
@@ -84,9 +85,11 @@ def decode_delta(obs: Tensor, delta: Tensor) -> Tensor:
     tensor([4], dtype=torch.uint8)
     """
     _check_pair("delta", obs, delta)
+
     if obs.is_floating_point():
         wide = torch.promote_types(obs.dtype, delta.dtype)
         return (obs.to(wide) + delta.to(wide)).to(obs.dtype)
+
     if delta.dtype != obs.dtype:
         raise TypeError(
             f"delta must have the dtype of obs, {obs.dtype} (as encode_delta writes it), got {delta.dtype}"
@@ -98,10 +101,10 @@ def decode_delta(obs: Tensor, delta: Tensor) -> Tensor:
 
 def _check_pair(name: str, obs: Tensor, other: Tensor) -> None:
     """Raise unless ``other``, an argument of that name, is a tensor as large as ``obs`` on the same device."""
-    need_tensors(**{"obs": obs, name: other})
+    check_tensors(**{"obs": obs, name: other})
     if obs.shape != other.shape or obs.device != other.device or obs.layout != other.layout:
         raise ValueError(
-            f"{name} must have the shape, device and layout of obs, got {shown(other)} for {shown(obs)}"
+            f"{name} must have the shape, device and layout of obs, got {as_text(other)} for {as_text(obs)}"
         )
 
 
@@ -121,7 +124,6 @@ def check_delta(delta: Tensor, obs: Tensor, next_obs: Tensor, key: NestedKey) ->
     """
     if not delta.is_floating_point() or bool(delta.isfinite().all()):
         return
-
     # infinite although both sides are finite: the dtype of the delta is too narrow
     overflown = delta.isinf() & obs.isfinite() & next_obs.isfinite()
     if bool(overflown.any()):
@@ -129,8 +131,7 @@ def check_delta(delta: Tensor, obs: Tensor, next_obs: Tensor, key: NestedKey) ->
         raise OverflowError(
             f"the delta of {key!r} does not fit {delta.dtype}: the largest difference is {largest:.6g}, the "
             f"maximum of the dtype is {torch.finfo(delta.dtype).max:.6g}. Use delta_dtype=torch.bfloat16 or "
-            "float32, "
-            "scale the observation, or leave the key out with in_keys"
+            "float32, scale the observation, or leave the key out with in_keys"
         )
 
     # inf - inf and NaN: a number would be decoded as NaN
@@ -178,26 +179,25 @@ class RestoreNextObservation:
         restore_dtype: torch.dtype | Literal["root"] | None = "root",
         drop_delta: bool = True,
     ) -> None:
-        is_root = isinstance(restore_dtype, str) and restore_dtype == "root"
-        dtype = None if is_root else restore_dtype
+        dtype = restore_dtype
+        if isinstance(restore_dtype, str) and restore_dtype == "root":
+            dtype = None
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(
-                f"restore_dtype must be a floating dtype, 'root' or None, got {shown(restore_dtype)}"
+                f"restore_dtype must be a floating dtype, 'root' or None, got {as_text(restore_dtype)}"
             )
 
-        flags(drop_delta=drop_delta)
+        check_flags(drop_delta=drop_delta)
         if hasattr(in_keys, "reset") and hasattr(in_keys, "step"):
             raise TypeError(
                 "flatroll.buffers.NextObservationDelta restores next observations in samples and takes no env, got "
                 f"{type(in_keys).__name__}: wrap the env in flatroll.wrappers.NextObservationDelta"
             )
 
-        if in_keys is None:
-            self.in_keys = None
-        else:
-            self.in_keys = [as_tuple(key) for key in key_names("in_keys", in_keys)]
-
-        self.delta_dtype = floating_dtype("delta_dtype", delta_dtype)
+        self.in_keys: list[tuple[str, ...]] | None = None
+        if in_keys is not None:
+            self.in_keys = [as_tuple(key) for key in check_key_names("in_keys", in_keys)]
+        self.delta_dtype = check_floating_dtype("delta_dtype", delta_dtype)
         self.restore_dtype = dtype
         self.drop_delta = drop_delta
 
@@ -209,20 +209,18 @@ class RestoreNextObservation:
                 no root observation.
         """
         deltas = td.get(DELTA, None)
-        if deltas is None:
-            present = []
-        else:
+        present = []
+        if deltas is not None:
             present = [as_tuple(key) for key in deltas.keys(True, True)]
-        used = present if self.in_keys is None else self.in_keys
+        used = self.in_keys
+        if used is None:
+            used = present
         missing = [key for key in used if key not in present]
+
         if not present and td.get(STEPS_TO_NEXT_OBS, None) is not None:
             return td  # a MultiStepTransform has restored the observations
         if missing or not present:
-            if missing:
-                wanted = ("next", "delta", *missing[0])
-            else:
-                wanted = DELTA
-
+            wanted = ("next", "delta", *missing[0]) if missing else DELTA
             raise KeyError(
                 f"sample has no entry {wanted!r}: wrap the env in flatroll.wrappers.NextObservationDelta, or "
                 f"remove this transform. Deltas present: {', '.join(map(repr, present)) or 'none'}"
@@ -237,9 +235,9 @@ class RestoreNextObservation:
 
         if not self.drop_delta:
             return out
-        # the whole entry if all deltas were used, else only the used ones
-        left_out = (DELTA,) if len(used) == len(present) else ((*DELTA, *key) for key in used)
-        return out.exclude(*left_out)
+        if len(used) == len(present):
+            return out.exclude(DELTA)
+        return out.exclude(*((*DELTA, *key) for key in used))
 
     __call__ = forward
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from flatroll.layout.checks import expect, need_rows, shown
+from flatroll.layout.checks import as_text, check_rows, check_type
 from flatroll.layout.keys import (
     DONE,
     EPISODE_REWARD,
@@ -62,14 +62,14 @@ def to_numpy(batch: TensorDictBase, *, separator: str = ".") -> dict[str, Array]
     >>> from_numpy(to_numpy(batch))["next", "reward"].shape
     torch.Size([2, 1])
     """
-    need_rows(batch, values=True)
+
+    check_rows(batch, values=True)
     if batch.batch_dims != 1:
         raise ValueError(
             f"batch must have batch size [N], got {list(batch.batch_size)}: join() concatenates the rows"
         )
 
     _check_separator(separator)
-
     columns: dict[str, Array] = {}
     for key, array in to_columns(batch):
         if any(separator in name for name in key):
@@ -77,13 +77,12 @@ def to_numpy(batch: TensorDictBase, *, separator: str = ".") -> dict[str, Array]
                 f"entry {plain_key(key)!r} has {separator!r} in its name: pass another separator="
             )
         columns[separator.join(key)] = array
-
     return columns
 
 
 def _check_separator(separator: str) -> str:
     """The separator, which has at least one character."""
-    if not expect("separator", separator, str, "a string"):
+    if not check_type("separator", separator, str, "a string"):
         raise ValueError("separator must have at least one character, got ''")
     return separator
 
@@ -104,7 +103,6 @@ def to_columns(batch: TensorDictBase) -> Iterator[tuple[tuple[str, ...], Array]]
             raise TypeError(
                 f"entry {key!r} is {column.dtype}, which NumPy does not support: cast it first"
             ) from error
-
         yield as_tuple(key), array
 
 
@@ -121,29 +119,33 @@ def from_numpy(columns: Mapping[str, Any], *, separator: str = ".") -> TensorDic
         ValueError: the arrays differ in their number of rows, or one name is an entry and a part of another name.
         TypeError: an array is not of numbers or bools.
     """
-    expect("columns", columns, Mapping, "a dict of arrays by name")
+    check_type("columns", columns, Mapping, "a dict of arrays by name")
     if isinstance(columns, TensorDictBase):
         raise TypeError(
             "columns must be a dict of arrays by name, got a tensordict, which is a batch already"
         )
-    _check_separator(separator)
 
+    _check_separator(separator)
     return _assemble(((name, np.asarray(columns[name])) for name in columns), separator)
 
 
 def _assemble(columns: Iterable[tuple[str, Array]], separator: str) -> TensorDict:
-    entries = dict(columns)
-    return from_columns({tuple(name.split(separator)): array for name, array in entries.items()}, separator)
+    """Make the batch of arrays by dotted name."""
+    entries = {tuple(name.split(separator)): array for name, array in columns}
+    return from_columns(entries, separator)
 
 
 def from_columns(columns: Mapping[tuple[str, ...], Array], separator: str = ".") -> TensorDict:
     """Return the flat batch ``[N]`` of arrays by key; errors as `from_numpy`, with names joined by ``separator``."""
-    lengths = {separator.join(key): len(array) if array.ndim else -1 for key, array in columns.items()}
+    lengths = {}
+    for key, array in columns.items():
+        lengths[separator.join(key)] = len(array) if array.ndim else -1
     if len(set(lengths.values())) > 1 or -1 in lengths.values():
         raise ValueError(f"columns must have one row for each row of the batch, got lengths {lengths}")
 
     folders = {key[:depth] for key in columns for depth in range(1, len(key))}
-    if both := sorted(separator.join(key) for key in columns if key in folders):
+    both = sorted(separator.join(key) for key in columns if key in folders)
+    if both:
         raise ValueError(
             f"columns {both} are entries, and also prefixes of other entries' names: rename them first"
         )
@@ -157,7 +159,6 @@ def from_columns(columns: Mapping[tuple[str, ...], Array], separator: str = ".")
             )
         native = array.astype(array.dtype.newbyteorder("="), copy=False)
         batch.set(key, torch.from_numpy(np.require(native, requirements=["C", "W"])))
-
     return batch
 
 
@@ -184,16 +185,17 @@ def to_pandas(batch: TensorDictBase, *, separator: str = ".", split: int = 16) -
     """
     pandas = optional_package("pandas", "pandas", "to_pandas")
     columns: dict[str, Any] = {}
+
     record: dict[str, Any] = {}
     for name, array in to_numpy(batch, separator=separator).items():
         if _PART.fullmatch(name):
             raise ValueError(f"entry {name!r} would be read as a part of another one: rename it first")
-
-        record[name] = [array.dtype.name, list(array.shape[1:])]
-        if prod(array.shape[1:]) == 1:
+        shape = array.shape[1:]
+        record[name] = [array.dtype.name, list(shape)]
+        if prod(shape) == 1:
             columns[name] = array.reshape(-1)
-        elif prod(array.shape[1:]) <= split:
-            for place in np.ndindex(*array.shape[1:]):
+        elif prod(shape) <= split:
+            for place in np.ndindex(*shape):
                 columns[f"{name}[{','.join(map(str, place))}]"] = array[:, *place]
         else:
             columns[name] = pandas.Series(list(array.copy()), dtype=object)
@@ -223,20 +225,20 @@ def from_pandas(frame: Any, *, separator: str = ".") -> TensorDict:
         raise ValueError(f"columns must have unique names, got {list(frame.columns)}")
 
     record: Mapping[str, _Recorded] = frame.attrs.get(_RECORD, {})
-
     wholes: dict[str, Array] = {}
     parts: dict[str, dict[tuple[int, ...], Array]] = {}
     for label in frame.columns:
         name = str(label)
         column = frame[label].to_numpy()
-
-        found = _PART.fullmatch(name)
-        if found is not None:
-            wholes.setdefault(found["name"], column)  # keeps the order of the entries
-            place = tuple(map(int, found["place"].split(",")))
-            parts.setdefault(found["name"], {})[place] = column
+        part = _PART.fullmatch(name)
+        if part is not None:
+            wholes.setdefault(part["name"], column)  # keeps the order of the entries
+            place = tuple(map(int, part["place"].split(",")))
+            parts.setdefault(part["name"], {})[place] = column
+        elif column.dtype == object:
+            wholes[name] = _stack(name, column, record.get(name))
         else:
-            wholes[name] = _stack(name, column, record.get(name)) if column.dtype == object else column
+            wholes[name] = column
 
     for name, (dtype, shape) in record.items():
         if not prod(shape):
@@ -260,12 +262,11 @@ def _stack(name: str, column: Array, recorded: _Recorded | None) -> Array:
     for row, cell in enumerate(column):
         if isinstance(cell, str | bytes):
             raise TypeError(f"column {name!r} holds texts, row {row} has {cell[:40]!r}: leave it out")
-
         item = _cell_array(cell)
         if item is None:
             raise TypeError(
                 f"column {name!r} must hold numbers, bools, or arrays or lists of them, row {row} has "
-                f"{shown(cell)}: leave the column out, or fill it"
+                f"{as_text(cell)}: leave the column out, or fill it"
             )
 
         items.append(item)
@@ -294,7 +295,6 @@ def _cell_array(cell: Any) -> Array | None:
             array = np.stack([_cell_array(part) for part in array])  # type: ignore[misc]
     except (TypeError, ValueError):
         return None
-
     if array.dtype.kind in "biufc":
         return array
     return None
@@ -310,19 +310,15 @@ def _shape_of_parts(
         shape = tuple(max(axis) + 1 for axis in axes)
     else:
         shape = tuple(recorded[1])
+
     wanted = set(np.ndindex(*shape))
     if present != wanted:
         odd = sorted(present ^ wanted)[0]
-        if odd in wanted:
-            problem = "missing"
-        else:
-            problem = "one too many"
-
+        fault = "missing" if odd in wanted else "one too many"
         raise ValueError(
             f"entry {name!r} needs its {len(wanted)} columns {name}[...]: {name}[{','.join(map(str, odd))}] is "
-            f"{problem}"
+            f"{fault}"
         )
-
     return shape
 
 
@@ -356,13 +352,13 @@ def to_arrow(batch: TensorDictBase, *, separator: str = ".") -> Any:
     """
     pyarrow = optional_package("pyarrow", "arrow", "to_arrow")
     fields = []
+
     arrays = []
     for name, array in to_numpy(batch, separator=separator).items():
         if array.dtype.kind == "c":
             raise TypeError(
                 f"entry {name!r} is {array.dtype}, which Arrow does not support: apply torch.view_as_real first"
             )
-
         size = prod(array.shape[1:])
         if not size:
             raise TypeError(
@@ -370,13 +366,12 @@ def to_arrow(batch: TensorDictBase, *, separator: str = ".") -> Any:
             )
 
         values = pyarrow.array(array.reshape(-1))
-        if size == 1:
-            column = values
-        else:
-            column = pyarrow.FixedSizeListArray.from_arrays(values, size)
-        arrays.append(column)
+        if size != 1:
+            values = pyarrow.FixedSizeListArray.from_arrays(values, size)
+        arrays.append(values)
+
         shape = json.dumps(list(array.shape[1:]))
-        fields.append(pyarrow.field(name, arrays[-1].type, nullable=False, metadata={_RECORD: shape}))
+        fields.append(pyarrow.field(name, values.type, nullable=False, metadata={_RECORD: shape}))
 
     return pyarrow.Table.from_arrays(arrays, schema=pyarrow.schema(fields))
 
@@ -408,10 +403,9 @@ def from_arrow(table: Any, *, separator: str = ".") -> TensorDict:
             values = chunks.combine_chunks()
         column = _arrow_column(pyarrow, field.name, values)
 
+        shape = None
         record = (field.metadata or {}).get(_RECORD.encode())
-        if record is None:
-            shape = None
-        else:
+        if record is not None:
             shape = _noted_shape(field.name, record)
         entries[field.name] = _reshape(field.name, column, shape, separator)
 
@@ -420,10 +414,10 @@ def from_arrow(table: Any, *, separator: str = ".") -> TensorDict:
 
 def _arrow_column(pyarrow: Any, name: str, values: Any) -> Array:
     """The numbers of an Arrow column, ``[N]``, or ``[N, ...]`` of lists, whose lengths must be one at each depth."""
+
     types = pyarrow.types
     kind = values.type
     shape = [len(values)]
-
     while True:
         if values.null_count:
             row = values.is_null().to_numpy(zero_copy_only=False).argmax() // prod(shape[1:])
@@ -431,7 +425,6 @@ def _arrow_column(pyarrow: Any, name: str, values: Any) -> Array:
                 f"column {name!r} has {values.null_count} missing values, the first in row {row}: fill them, or "
                 "leave it out"
             )
-
         if isinstance(values, pyarrow.FixedShapeTensorArray):
             return np.asarray(values.to_numpy_ndarray())
         if isinstance(values, pyarrow.ExtensionArray):  # such as the arrays of Hugging Face's data sets
@@ -451,7 +444,6 @@ def _arrow_column(pyarrow: Any, name: str, values: Any) -> Array:
         or types.is_string_view(values.type)
     ):
         raise TypeError(f"column {name!r} holds texts ({kind}): leave it out, table.drop_columns([{name!r}])")
-
     if not (types.is_boolean(values.type) or types.is_primitive(values.type)):
         raise TypeError(
             f"column {name!r} must hold numbers, bools or lists of them, got {kind}: leave it out, "
@@ -463,15 +455,16 @@ def _arrow_column(pyarrow: Any, name: str, values: Any) -> Array:
 def _list_length(name: str, lists: Any, per_row: int) -> int:
     """The length that all lists have; ValueError that names the first row with another one."""
     lengths: Array = lists.value_lengths().to_numpy(zero_copy_only=False)
+
     if not len(lengths):
         return 0
-    if (differing := np.flatnonzero(lengths != lengths[0])).size:
+    differing = np.flatnonzero(lengths != lengths[0])
+    if differing.size:
         place = int(differing[0])
         raise ValueError(
             f"column {name!r} must have lists of one length: one in row {place // per_row} has {lengths[place]} "
             f"values, the first has {lengths[0]}; pad them, or leave the column out"
         )
-
     return int(lengths[0])
 
 
@@ -481,7 +474,6 @@ def _noted_shape(name: str, record: bytes) -> list[int]:
         shape = json.loads(record)
     except (ValueError, RecursionError):
         shape = None
-
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"column {name!r} does not record the shape of its rows: {record[:80]!r}")
     return shape

@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.layout.keys import NEXT, NestedKey, as_tuple, next_key
+from flatroll.layout.keys import NEXT, NestedKey, as_tuple, next_key, plain_key
 
 
 class Final(NamedTuple):
@@ -63,8 +63,7 @@ def read_final(
                 raise ValueError(
                     f"final has an entry {key!r}, expected only 'row' and ('next', <entry of the batch>)"
                 )
-            path = names[1] if len(names) == 2 else names[1:]
-            present[path] = column  # ("next", "pos") follows "pos"
+            present[plain_key(names[1:])] = column  # ("next", "pos") follows "pos"
 
     return Final(final.get("row", None), present)
 
@@ -89,7 +88,6 @@ def check_final(final: Final, columns: Mapping[NestedKey, Tensor], rows: int) ->
             received = "nothing"
         else:
             received = f"{row.dtype} {tuple(row.shape)}"
-
         raise ValueError(
             f'final needs an int64 entry "row" of shape [K], got {received}: pass collector.final'
         )

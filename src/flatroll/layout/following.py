@@ -46,19 +46,20 @@ def check_runs_in_order(
     inside = ~starts.flatten()[1:]  # whether row i + 1 belongs to the run of row i
     if batch.get(MASK, None) is not None:
         inside = inside & marker(batch, MASK).flatten()[:-1]
+
     steps = batch.get(STEP_COUNT, None)
     if steps is not None and steps.numel() == starts.numel() and not steps.is_floating_point():
         steps = steps.flatten()
         gaps = (inside & (steps[1:] != steps[:-1] + 1)).nonzero()
         if len(gaps):
             row = int(gaps[0])
-            raise _out_of_order(
-                row, f"{STEP_COUNT!r} is {int(steps[row + 1])} after {int(steps[row])}", way_out
-            )
+            reason = f"{STEP_COUNT!r} is {int(steps[row + 1])} after {int(steps[row])}"
+            raise _order_error(row, reason, way_out)
         return
 
     if batch.get(STEPS_TO_NEXT_OBS, None) is not None:
         return
+
     if batch.get(NEXT_KNOWN, None) is not None:
         inside = inside & marker(batch, NEXT_KNOWN).flatten()[:-1]
     _check_observations(batch, inside, observed, way_out)
@@ -94,14 +95,13 @@ def _check_observations(
     for row in broken[:4]:
         found = torch.stack([(root[:most] == later[row]).all(1) for root, later in columns.values()]).all(0)
         if bool(found.any()):
-            raise _out_of_order(
-                row, f"its next observation is that of row {int(found.nonzero()[0])}", way_out
-            )
+            other = int(found.nonzero()[0])
+            raise _order_error(row, f"its next observation is that of row {other}", way_out)
         if vector:
-            raise _out_of_order(row, f"its next observation is not the observation of row {row + 1}", way_out)
+            raise _order_error(row, f"its next observation is not the observation of row {row + 1}", way_out)
 
 
-def _out_of_order(row: int, reason: str, way_out: str) -> ValueError:
+def _order_error(row: int, reason: str, way_out: str) -> ValueError:
     return ValueError(f"row {row + 1} does not follow row {row} in its run: {reason}. {way_out}")
 
 

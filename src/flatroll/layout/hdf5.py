@@ -45,6 +45,7 @@ def h5_columns(file: Any, *, leave_out: Collection[str] = (), single: bool = Fal
             place = prefix + name
             if place in leave_out:
                 continue
+
             if not isinstance(group.get(name, getlink=True), h5py.HardLink):
                 raise ValueError(
                     f"{place} is a link, which may lead to another file: copy the data into this one"
@@ -54,8 +55,8 @@ def h5_columns(file: Any, *, leave_out: Collection[str] = (), single: bool = Fal
             address = h5py.h5o.get_info(value.id).addr
             if address in seen:
                 raise ValueError(f"{place} is another name for data elsewhere in the file")
-
             seen.add(address)
+
             if isinstance(value, h5py.Group):
                 walk(value, f"{place}/", depth + 1)
             elif isinstance(value, h5py.Dataset):
@@ -67,8 +68,10 @@ def h5_columns(file: Any, *, leave_out: Collection[str] = (), single: bool = Fal
     except (KeyError, RuntimeError) as error:  # errors of h5py for unreadable objects
         raise ValueError(f"{file.filename} is damaged ({error})") from None
 
-    if stored > (size := os.path.getsize(file.filename)):
+    size = os.path.getsize(file.filename)
+    if stored > size:
         raise ValueError(f"the datasets claim {stored} stored bytes, the file has {size}: it is damaged")
+
     return columns
 
 
@@ -93,4 +96,5 @@ def _check_dataset(place: str, dataset: Any, single: bool) -> int:
             f"{place} claims {dataset.nbytes} bytes, the file holds {stored} for it: not all rows were written, or "
             "the file is damaged"
         )
+
     return stored

@@ -11,7 +11,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
 
-from flatroll.layout.checks import did_you_mean, key_names, need_keys, need_rows, shown
+from flatroll.layout.checks import as_text, check_key_names, check_keys, check_rows, did_you_mean
 
 #: The name of an entry: a string, or a tuple of strings for an entry of a nested tensordict.
 NestedKey: TypeAlias = str | tuple[str, ...]
@@ -182,20 +182,24 @@ def renamed(keys: Mapping[str, NestedKey], changes: Mapping[str, NestedKey | Non
     unknown = sorted(set(changes) - set(keys))
     if unknown:
         near = did_you_mean(unknown[0], keys)
+        suggestion = f": {near}" if near else ""
         raise ValueError(
-            f"no key is called {', '.join(unknown)}; the keys are {', '.join(sorted(keys))}{near and f': {near}'}"
+            f"no key is called {', '.join(unknown)}; the keys are {', '.join(sorted(keys))}{suggestion}"
         )
 
     for name, key in changes.items():
         if isinstance(key, list) and key:
-            key_names(name, key)
+            check_key_names(name, key)
         else:
-            need_keys(optional=True, **{name: key})
+            check_keys(optional=True, **{name: key})
 
-    given = {
-        name: key[0] if isinstance(key, list) and len(key) == 1 else key for name, key in changes.items()
-    }
-    return {**keys, **{name: key for name, key in given.items() if key is not None}}
+    new = dict(keys)
+    for name, key in changes.items():
+        if isinstance(key, list) and len(key) == 1:
+            key = key[0]
+        if key is not None:
+            new[name] = key
+    return new
 
 
 def missing_marker(
@@ -203,8 +207,8 @@ def missing_marker(
 ) -> KeyError:
     """Return the error for a missing column, with what writes it and which columns exist.
 
-    The error is returned, not raised: write ``raise missing_marker(key, batch.keys(True, True))``. A *marker* is a
-    column that marks where trajectories begin or end, such as ``is_init``; the error works for any column.
+    The error is returned, not raised: write ``raise missing_marker(key, batch.keys(True, True))``. A *marker* is
+    a column that marks where trajectories begin or end, such as ``is_init``; the error works for any column.
 
     Args:
         key: the missing column.
@@ -216,15 +220,13 @@ def missing_marker(
     """
     available = list(available)
     writer = _WRITTEN_BY.get(plain_key(default or key), "nothing in this batch wrote it")
-
     near = did_you_mean(plain_key(key), available)
     if near:
-        ending = f"; {near}"
+        writer += f"; {near}"
     else:
-        ending = "."
-    writer += ending
-    present = ", ".join(sorted(map(repr, available))) or "none"
+        writer += "."
 
+    present = ", ".join(sorted(map(repr, available))) or "none"
     return KeyError(f"batch has no entry {plain_key(key)!r}: {writer} Entries present: {present}")
 
 
@@ -243,12 +245,12 @@ def require(batch: TensorDictBase, key: NestedKey, default: NestedKey | None = N
     try:
         column: Tensor | None = batch.get(key, None)
     except (AttributeError, KeyError, TypeError, RuntimeError):
-        need_rows(batch)
-        need_keys(key=key)
+        check_rows(batch)
+        check_keys(key=key)
         raise
 
     if column is None:
-        need_rows(batch)
+        check_rows(batch)
         raise missing_marker(key, batch.keys(True, True), default)
     return column
 
@@ -295,7 +297,7 @@ def flat_column(column: Tensor, batch: TensorDictBase, key: NestedKey) -> Tensor
         ValueError: it has another shape.
     """
     if not isinstance(column, Tensor):
-        raise TypeError(f"batch[{key!r}] must be a tensor, got {shown(column)}")
+        raise TypeError(f"batch[{key!r}] must be a tensor, got {as_text(column)}")
 
     try:
         if column.shape == batch.batch_size:
@@ -303,10 +305,10 @@ def flat_column(column: Tensor, batch: TensorDictBase, key: NestedKey) -> Tensor
         if column.shape == (*batch.batch_size, 1):
             return column.squeeze(-1)
     except AttributeError:
-        need_rows(batch)
+        check_rows(batch)
         raise
     except NotImplementedError as error:
-        raise TypeError(f"batch[{key!r}] must be a dense tensor, got {shown(column)}") from error
+        raise TypeError(f"batch[{key!r}] must be a dense tensor, got {as_text(column)}") from error
 
     way_out = ""
     if not batch.batch_size and column.ndim:  # as of a module that is called by keyword
@@ -328,18 +330,17 @@ def observation_keys(batch: TensorDictBase) -> list[NestedKey]:
     >>> observation_keys(TensorDict({"pos": column, "next": {"pos": column, "reward": column}}, [2]))
     ['pos']
     """
-    need_rows(batch)
+    check_rows(batch)
     next_entries = batch.get(NEXT, None)
-    if next_entries is None:
-        next_names = set()
-    else:
+    next_names = set()
+    if next_entries is not None:
         next_names = {as_tuple(key) for key in next_entries.keys(True, True)}
 
     roots: list[NestedKey] = []
     for key in batch.keys(True, True):
         names = as_tuple(key)
-        no_observation = names[0] in (*RESERVED, EPISODE_REWARD) or names[-1].startswith("recurrent_state")
-        if not no_observation and (names in next_names or names[0] == OBSERVATION):
+        if names[0] in (*RESERVED, EPISODE_REWARD) or names[-1].startswith("recurrent_state"):
+            continue  # no observation
+        if names in next_names or names[0] == OBSERVATION:
             roots.append(plain_key(names))
-
     return roots

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from flatroll.layout.checks import torch_device
+from flatroll.layout.checks import check_device
 
 #: Number of rows converted to float64 at a time: larger batches are merged from parts.
 _PART = 2**16
@@ -52,11 +52,11 @@ class Moments(nn.Module):
     def __init__(self, shape: tuple[int, ...], device: torch.device | str | None = None) -> None:
         super().__init__()
         self.shape = shape
-
         # Not 0-dim: torch.compile (2.13) takes a 0-dim tensor on the host for a number, and loses writes into it.
         stored = shape or (1,)
         if device is not None:
-            device = torch_device("device", device)
+            device = check_device("device", device)
+
         self.register_buffer("count", torch.zeros(1, dtype=torch.float64, device=device))
         self.register_buffer("mean", torch.zeros(stored, dtype=torch.float64, device=device))
         self.register_buffer("var", torch.ones(stored, dtype=torch.float64, device=device))
@@ -66,7 +66,6 @@ class Moments(nn.Module):
         """Move the buffers, but leave them in float64: ``policy.float()`` or ``.half()`` would cost digits."""
         before = dict(self._buffers)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's own
-
         for name, buffer in self._buffers.items():
             old = before[name]
             if buffer is not None and old is not None and buffer.dtype is not torch.float64:
@@ -93,14 +92,12 @@ class Moments(nn.Module):
         with torch.no_grad():
             for _, rows, counted in columns:
                 for start in range(0, rows.shape[0], _PART):
-                    if counted is None:
-                        chosen = None
-                    else:
-                        chosen = counted[start : start + _PART]
-                    fresh = _merge(fresh, _moments_of(rows[start : start + _PART].detach(), chosen))
+                    part = slice(start, start + _PART)
+                    chosen = None if counted is None else counted[part]
+                    fresh = _merge(fresh, _count_moments(rows[part].detach(), chosen))
 
         if rows.is_cpu and not torch.compiler.is_compiling() and not bool(fresh[2].isfinite().all()):
-            raise _not_finite(columns)
+            raise _not_finite_error(columns)
         self._count(fresh)
 
     def merge(self, other: "Moments") -> None:
@@ -139,18 +136,18 @@ class Moments(nn.Module):
 
 def _merge(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """Count, mean and variance of two parts together."""
-    (count, mean, var) = one
-    (more, mean_of_more, var_of_more) = other
+    count, mean, var = one
+    more, mean_of_more, var_of_more = other
     total = count + more
-
     # With no rows on either side the share is 0 and nothing changes.
     share = more / torch.where(total > 0, total, 1.0)
     apart = mean_of_more - mean
+
     spread = (1 - share) * apart.square()
     return total, mean + share * apart, (1 - share) * var + share * (var_of_more + spread)
 
 
-def _moments_of(rows: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _count_moments(rows: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Count, mean and variance of rows ``[N, *F]``, or of those that count."""
     wide = rows.double()
     if counted is None:
@@ -163,24 +160,26 @@ def _moments_of(rows: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor, T
     count = counted.sum(dtype=torch.float64)
     least = count.clamp(min=1.0)
     mean = torch.where(counted, wide, 0.0).sum(0) / least
-
     return count, mean, torch.where(counted, wide - mean, 0.0).square_().sum(0) / least
 
 
-def _not_finite(columns: tuple[tuple[str, Tensor, Tensor | None], ...]) -> ValueError:
+def _not_finite_error(columns: tuple[tuple[str, Tensor, Tensor | None], ...]) -> ValueError:
     """The error for columns whose variance is not finite."""
     for name, rows, counted in columns:
         bad = ~rows.reshape(len(rows), -1).isfinite().all(1)
-        bad = bad if counted is None else bad & counted
+        if counted is not None:
+            bad = bad & counted
         if bool(bad.any()):
             row = int(bad.nonzero()[0])
             numbers = rows[row].reshape(-1)
+            first = numbers[~numbers.isfinite()][0].item()
             return ValueError(
-                f"{name} must be finite, got {numbers[~numbers.isfinite()][0].item()} in row {row} of "
-                f"{len(rows)}: the running statistics are unchanged. Fix the env, or leave such rows out"
+                f"{name} must be finite, got {first} in row {row} of {len(rows)}: the running statistics are "
+                "unchanged. Fix the env, or leave such rows out"
             )
 
+    largest = max(rows.abs().max().item() for _, rows, _ in columns if len(rows))
     return ValueError(
-        f"{columns[0][0]} must be small enough for float64 to hold its squares, got up to "
-        f"{max(rows.abs().max().item() for _, rows, _ in columns if len(rows)):.3g}: scale it in the env"
+        f"{columns[0][0]} must be small enough for float64 to hold its squares, got up to {largest:.3g}: "
+        "scale it in the env"
     )

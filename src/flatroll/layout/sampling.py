@@ -78,17 +78,14 @@ def draw(
     (1.0, tensor(True), tensor(nan))
     """
     if _knows_base(dist):
-        gradients = nullcontext() if reparametrize else torch.no_grad()
+        gradients: Any = nullcontext() if reparametrize else torch.no_grad()
         with gradients:
             base = dist.draw_base(shape)
         return *dist.from_base(base), base
 
     root = _root(dist)
     if root is not None:
-        if reparametrize:
-            base = root.rsample(shape)
-        else:
-            base = root.sample(shape)
+        base = root.rsample(shape) if reparametrize else root.sample(shape)
         return *_apply_transforms(dist, base), base
 
     if type(dist) is Categorical and not shape and dist.logits.ndim == 2:
@@ -96,20 +93,13 @@ def draw(
         choice = torch.multinomial(dist.probs, 1, True)
         return choice.squeeze(-1), dist.logits.gather(-1, choice).squeeze(-1), None
 
-    if reparametrize:
-        method = "rsample_and_log_prob"
-    else:
-        method = "sample_and_log_prob"
-    together: Any = getattr(dist, method, None)
+    name = "rsample_and_log_prob" if reparametrize else "sample_and_log_prob"
+    together: Any = getattr(dist, name, None)
     if together is not None:
         sample, log_prob = together(shape)
     else:  # the distribution may recognise its own sample and reuse what it computed
-        if reparametrize:
-            sample = dist.rsample(shape)
-        else:
-            sample = dist.sample(shape)
+        sample = dist.rsample(shape) if reparametrize else dist.sample(shape)
         log_prob = dist.log_prob(sample)
-
     return sample, log_prob, None
 
 
@@ -128,9 +118,8 @@ def score(dist: Distribution, action: Tensor, base: Tensor) -> Tensor:
         return log_prob
 
     inverted = _inverse(dist, action)
-    if close.shape == base.shape:
-        same = close
-    else:
+    same = close
+    if close.shape != base.shape:
         same = close.all(-1, keepdim=True)
     return _apply_transforms(dist, torch.where(same, base, inverted))[1]
 
@@ -140,6 +129,7 @@ def saturated(dist: Distribution, action: Tensor) -> Tensor | None:
 
     None if the distribution has no tanh.
     """
+
     for transform in reversed(_transforms(dist)):
         if isinstance(transform, TanhTransform):
             return action.abs() >= 1.0 - 2.0 * torch.finfo(action.dtype).resolution
@@ -152,11 +142,9 @@ def _parts(dist: TransformedDistribution) -> list[Any]:
     parts: list[Any] = []
     for transform in dist.transforms:
         if isinstance(transform, ComposeTransform):
-            inner = transform.parts
+            parts += transform.parts
         else:
-            inner = [transform]
-        parts += inner
-
+            parts.append(transform)
     return parts
 
 
@@ -186,15 +174,16 @@ def _apply_transforms(dist: Distribution, base: Tensor) -> tuple[Tensor, Tensor]
     """Transform a base sample; return the sample and its log-probability."""
     if _knows_base(dist):
         return dist.from_base(base)
+
     if _is_independent(dist):
         sample, log_prob = _apply_transforms(dist.base_dist, base)
         return sample, _sum_last(log_prob, dist.reinterpreted_batch_ndims)
+
     if not _is_transformed(dist):
         return base, dist.log_prob(base)
-
     sample, log_prob = _apply_transforms(dist.base_dist, base)
-    parts = _parts(dist)
 
+    parts = _parts(dist)
     # event dims of the input of each part, beginning with the first
     dims = len(dist.event_shape) + sum(part.domain.event_dim - part.codomain.event_dim for part in parts)
     log_prob = _sum_last(log_prob, dims - len(dist.base_dist.event_shape))
@@ -205,7 +194,6 @@ def _apply_transforms(dist: Distribution, base: Tensor) -> tuple[Tensor, Tensor]
         slope = part.log_abs_det_jacobian(before, sample)
         log_prob = log_prob - _sum_last(slope, dims - part.domain.event_dim)
         dims += part.codomain.event_dim - part.domain.event_dim
-
     return sample, log_prob
 
 
@@ -213,6 +201,7 @@ def _inverse(dist: Distribution, sample: Tensor) -> Tensor:
     """The base sample of a sample, as far as its digits tell it."""
     if _knows_base(dist):
         return dist.to_base(sample)
+
     for transform in reversed(_transforms(dist)):
         sample = transform.inv(sample)
     return sample

@@ -30,10 +30,13 @@ def space_leaves(
     elif isinstance(space, spaces.Tuple):
         items = enumerate(space.spaces)
     else:
-        name = key[0] if len(key) == 1 else key
-        return [(name, path)]
+        only = key[0] if len(key) == 1 else key
+        return [(only, path)]
 
-    return [leaf for name, child in items for leaf in space_leaves(child, (*key, str(name)), (*path, name))]
+    leaves = []
+    for name, child in items:
+        leaves += space_leaves(child, (*key, str(name)), (*path, name))
+    return leaves
 
 
 def observation_leaves(space: "spaces.Space[Any]") -> list[tuple[NestedKey, tuple[Any, ...]]]:
@@ -55,9 +58,10 @@ def observation_leaves(space: "spaces.Space[Any]") -> list[tuple[NestedKey, tupl
             "one with gymnasium.wrappers.TransformObservation"
         )
 
-    return [
-        leaf for key, child in space.spaces.items() for leaf in space_leaves(child, (names[key],), (key,))
-    ]
+    leaves = []
+    for key, child in space.spaces.items():
+        leaves += space_leaves(child, (names[key],), (key,))
+    return leaves
 
 
 def column_name(entry: object) -> str:
@@ -71,10 +75,10 @@ def column_name(entry: object) -> str:
     return str(entry)
 
 
-def part_of(space: "spaces.Space[Any]", path: tuple[Any, ...]) -> "spaces.Space[Any]":
+def find_part(space: "spaces.Space[Any]", path: tuple[Any, ...]) -> "spaces.Space[Any]":
     """Return the part of a space at a path of keys and positions.
 
-    >>> part_of(spaces.Dict(a=spaces.Tuple((spaces.Discrete(2), spaces.Discrete(3)))), ("a", 1))
+    >>> find_part(spaces.Dict(a=spaces.Tuple((spaces.Discrete(2), spaces.Discrete(3)))), ("a", 1))
     Discrete(3)
     """
     for name in path:
@@ -120,8 +124,8 @@ def widest_space(single: "spaces.Space[Any]", batched: "spaces.Space[Any] | None
             return single
         return spaces.Tuple(each)
 
-    ends = _ends_of(single)
-    rows = _ends_of(batched)
+    ends = _find_ends(single)
+    rows = _find_ends(batched)
     if ends is None or rows is None:
         return single
     if not rows[0].size or rows[0].ndim == 0 or rows[0].shape[1:] != ends[0].shape:
@@ -131,6 +135,7 @@ def widest_space(single: "spaces.Space[Any]", batched: "spaces.Space[Any] | None
     high = np.maximum(ends[1], rows[1].max(0))
     if np.array_equal(low, ends[0]) and np.array_equal(high, ends[1]):
         return single
+
     if isinstance(single, spaces.Box):
         dtype: Any = single.dtype
         return spaces.Box(low.astype(dtype), high.astype(dtype), dtype=dtype.type)
@@ -140,14 +145,13 @@ def widest_space(single: "spaces.Space[Any]", batched: "spaces.Space[Any] | None
             return spaces.Discrete(count, start=int(low))
         small: Any = single.dtype  # Gymnasium before 1.2.2 has int64 only
         return spaces.Discrete(count, start=int(low), dtype=small.type)
-
     if isinstance(single, spaces.MultiDiscrete):
         whole: Any = single.dtype
         return spaces.MultiDiscrete((high - low + 1).astype(whole), dtype=whole.type, start=low.astype(whole))
     return single
 
 
-def _ends_of(space: "spaces.Space[Any] | None") -> tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:
+def _find_ends(space: "spaces.Space[Any] | None") -> tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:
     """Return the least and greatest values of a Box, Discrete or MultiDiscrete; None for other spaces."""
     if isinstance(space, spaces.Box):
         return space.low, space.high
@@ -181,10 +185,8 @@ def option_counts(space: "spaces.Space[Any]") -> tuple[int, ...] | None:
             # Python's integers: the difference of the widest bounds overflows.
             ends = zip(space.low.reshape(-1).tolist(), space.high.reshape(-1).tolist(), strict=True)
             counts = tuple(high - low + 1 for low, high in ends)
-
         if sum(counts) > MOST_OPTIONS:
             counts = ()
-
     return counts or None
 
 
@@ -196,7 +198,11 @@ def first_options(space: "spaces.Space[Any]") -> npt.NDArray[np.int64]:
     """
     if isinstance(space, spaces.MultiBinary):
         return np.zeros(math.prod(space.shape), np.int64)
-    first: Any = space.low if isinstance(space, spaces.Box) else space.start  # type: ignore[attr-defined]
+
+    if isinstance(space, spaces.Box):
+        first: Any = space.low
+    else:
+        first = space.start  # type: ignore[attr-defined]
     return np.asarray(first, np.int64).reshape(-1)
 
 
@@ -215,6 +221,7 @@ def mask_form(counts: Sequence[int], shape: Sequence[int]) -> MaskForm | None:
     """
     counts = tuple(counts)
     shape = tuple(shape)
+
     if shape == (sum(counts),):
         return "options"
 
@@ -238,13 +245,10 @@ def mask_shapes(space: "spaces.Space[Any]") -> str:
     counts = option_counts(space)
     if counts is None:
         return "none, since it has no choices"
-
     flat = f"({sum(counts)},)"
     if len(counts) == 1 or counts == (2, 2):
         return flat
-
+    by_choice = ""
     if len(set(counts)) == 1:
         by_choice = f" or {(len(counts), counts[0])}"
-    else:
-        by_choice = ""
     return f"{flat}{by_choice}, the options of each choice, or {counts}, all combinations"

@@ -6,7 +6,7 @@ from typing import TypeVar, cast
 import torch
 from tensordict import TensorDictBase
 
-from flatroll.layout.checks import expect, flags, key_names
+from flatroll.layout.checks import check_flags, check_key_names, check_type
 from flatroll.layout.keys import IS_INIT, NEXT, OBSERVATION, NestedKey, next_key, require
 
 TD = TypeVar("TD", bound=TensorDictBase)
@@ -49,19 +49,20 @@ def step_mdp(
     >>> sorted(ahead.keys()), ahead["observation"]
     (['done', 'observation'], tensor([1.]))
     """
-    expect("tensordict", tensordict, TensorDictBase, "a tensordict of rows")
+    check_type("tensordict", tensordict, TensorDictBase, "a tensordict of rows")
     if next_tensordict is not None:
-        expect("next_tensordict", next_tensordict, TensorDictBase, "a tensordict or None")
-    flags(
+        check_type("next_tensordict", next_tensordict, TensorDictBase, "a tensordict or None")
+    check_flags(
         keep_other=keep_other,
         exclude_reward=exclude_reward,
         exclude_done=exclude_done,
         exclude_action=exclude_action,
     )
 
-    rewards = key_names("reward_keys", reward_keys, one=True)
-    dones = key_names("done_keys", done_keys, one=True)
-    actions = key_names("action_keys", action_keys, one=True)
+    rewards = check_key_names("reward_keys", reward_keys, one=True)
+    dones = check_key_names("done_keys", done_keys, one=True)
+    actions = check_key_names("action_keys", action_keys, one=True)
+
     require(tensordict, NEXT)
     if tensordict.get(OBSERVATION, None) is not None:
         require(tensordict, next_key(OBSERVATION))
@@ -72,18 +73,12 @@ def step_mdp(
     if keep_other and is_init is not None:
         ahead.set(IS_INIT, torch.zeros_like(is_init))
     if not keep_other:
-        if exclude_action:
-            excluded = []
-        else:
-            excluded = actions
-        ahead = ahead.select(*excluded)
-
+        kept = [] if exclude_action else actions
+        ahead = ahead.select(*kept)
     ahead.update(following)
+
     left_out = rewards * exclude_reward + dones * exclude_done + actions * exclude_action
     ahead = ahead.exclude(*left_out).filter_empty_()
-
-    if next_tensordict is None:
-        out = ahead
-    else:
-        out = next_tensordict.update(ahead)
-    return cast(TD, out)
+    if next_tensordict is not None:
+        return cast(TD, next_tensordict.update(ahead))
+    return cast(TD, ahead)

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.checks import expect, file_path, key_names, need_keys
+from flatroll.layout.checks import check_key_names, check_keys, check_path, check_type
 from flatroll.layout.delta import signed
 from flatroll.layout.keys import (
     IS_INIT,
@@ -67,7 +67,6 @@ def is_shift(root: Tensor, following: Tensor, ends: Tensor) -> bool:
         differs = _bits(root[first + 1 : stop + 1]) != _bits(following[first:stop])
         if bool((differs.any(1) & ~ends[first:stop].to(differs.device)).any()):
             return False
-
     return True
 
 
@@ -89,6 +88,7 @@ def _bits(rows: Tensor) -> Tensor:
 
 def fill_compact(column: Tensor, root: Tensor, following: Tensor, ends: Tensor) -> None:
     """Write root entries ``[N, *F]`` and the next entries of last rows into a compact column ``[N + R, *F]``."""
+
     places = root_places(ends)
     signed(column).index_copy_(0, places, signed(root))
     signed(column).index_copy_(0, places[ends] + 1, signed(following)[ends])
@@ -137,12 +137,15 @@ class Conversion:
         done_keys: Iterable[NestedKey] = DONE_KEYS,
         reward_keys: Iterable[NestedKey] = REWARD_KEYS,
     ) -> None:
-        need_keys(done_key=done_key)
+
+        check_keys(done_key=done_key)
+
         self.done_key = done_key
-        self.shift_key = expect("shift_key", shift_key, str, "a string")
-        self.is_full_key = expect("is_full_key", is_full_key, str, "a string")
-        self.done_keys = set(map(plain_key, key_names("done_keys", done_keys)))
-        self.reward_keys = set(map(plain_key, key_names("reward_keys", reward_keys)))
+        self.shift_key = check_type("shift_key", shift_key, str, "a string")
+        self.is_full_key = check_type("is_full_key", is_full_key, str, "a string")
+
+        self.done_keys = set(map(plain_key, check_key_names("done_keys", done_keys)))
+        self.reward_keys = set(map(plain_key, check_key_names("reward_keys", reward_keys)))
 
 
 class TED2Flat(Conversion):
@@ -194,70 +197,64 @@ class TED2Flat(Conversion):
             ValueError: an entry has a name that the flat form uses itself, ``shift`` is out of range, or a flag has
                 more values than one per row.
         """
-        expect("data", data, TensorDictBase, "a tensordict of rows")
+        check_type("data", data, TensorDictBase, "a tensordict of rows")
         data, in_time_order = self._in_time_order(data)
-        shape = data.batch_size
-        markers = data.select(IS_INIT, self.done_key, TRAJ_IDS, MASK, strict=False)
-        lanes_first = torch.Size([shape[1:].numel(), shape[0]])
-        by_lane = markers.apply(
-            lambda c: in_time_order(c).reshape(*lanes_first, *c.shape[len(shape) :]), batch_size=lanes_first
-        )
-        ends = run_ends(by_lane, done_key=self.done_key).reshape(-1)
+        ends = self._run_ends(data, in_time_order)
         stops = ends.nonzero().squeeze(-1)
-        entries = {as_tuple(key): data.get(key) for key in data.keys(True, True, is_leaf=is_entry)}
-        shifted = [
-            key
-            for key, root in entries.items()
-            if plain_key(key) not in self.done_keys | self.reward_keys
-            and (NEXT, *key) in entries
-            and is_shift(in_time_order(root), in_time_order(entries[NEXT, *key]), ends)
-        ]
 
-        moved = [
-            key[1:]
-            for key in entries
-            if key[0] == NEXT and plain_key(key[1:]) in self.done_keys | self.reward_keys
-        ]
+        # which entries are kept once, with one value more for each run, and which move from "next" to the root
+        named = self.done_keys | self.reward_keys
+        entries = {as_tuple(key): data.get(key) for key in data.keys(True, True, is_leaf=is_entry)}
+        shifted = []
+        for key, root in entries.items():
+            if plain_key(key) in named or (NEXT, *key) not in entries:
+                continue
+            if is_shift(in_time_order(root), in_time_order(entries[NEXT, *key]), ends):
+                shifted.append(key)
+        moved = [key[1:] for key in entries if key[0] == NEXT and plain_key(key[1:]) in named]
 
         flat = TensorDict({}, [])
+        shape = data.batch_size
         is_full = self.is_full is not False
-        if is_full:
-            shift = self.shift or 0
-        else:
-            shift = shape[0]
-
-        for name, value in (
-            (self.shift_key, shift),
-            (self.is_full_key, is_full),
-            (SHAPE, tuple(shape)),
-            (COLUMNS, json.dumps({"shifted": shifted, "next": moved})),
-        ):
-            flat.set_non_tensor(name, value)
-
+        shift = (self.shift or 0) if is_full else shape[0]
+        flat.set_non_tensor(self.shift_key, shift)
+        flat.set_non_tensor(self.is_full_key, is_full)
+        flat.set_non_tensor(SHAPE, tuple(shape))
+        flat.set_non_tensor(COLUMNS, json.dumps({"shifted": shifted, "next": moved}))
         if path is not None:
-            flat.memmap_(str(file_path("path", path)))
-        _column(flat, (LENGTHS,), stops[:0], len(stops)).copy_(stops.diff(prepend=stops.new_tensor([-1])))
+            flat.memmap_(str(check_path("path", path)))
 
+        lengths = stops.diff(prepend=stops.new_tensor([-1]))
+        _column(flat, (LENGTHS,), lengths[:0], len(stops)).copy_(lengths)
         for key, column in entries.items():
             if key[0] == NEXT and key[1:] in shifted:
                 continue
-
             rows = in_time_order(column)
             if key in shifted:
                 made = _column(flat, key, rows, len(rows) + len(stops))
                 fill_compact(made, rows, in_time_order(entries[NEXT, *key]), ends)
             else:
                 _column(flat, self._place(key), rows, len(rows)).copy_(rows)
-
         return flat
+
+    def _run_ends(self, data: TensorDictBase, in_time_order: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the last rows of runs, bool ``[N]``, lane after lane in time order."""
+        shape = data.batch_size
+        lanes_first = torch.Size([shape[1:].numel(), shape[0]])
+
+        def by_lane(column: Tensor) -> Tensor:
+            return in_time_order(column).reshape(*lanes_first, *column.shape[len(shape) :])
+
+        markers = data.select(IS_INIT, self.done_key, TRAJ_IDS, MASK, strict=False)
+        return run_ends(markers.apply(by_lane, batch_size=lanes_first), done_key=self.done_key).reshape(-1)
 
     def _in_time_order(self, data: TensorDictBase) -> tuple[Any, Callable[[Tensor], Tensor]]:
         """Return the rows that count, and what lays a column of them ``[T, *B, *F]`` end to end, oldest row first."""
         if data.batch_dims < 1:
             raise ValueError("data must have batch size [N] or [T, *B], got []")
-
         own = {LENGTHS, COLUMNS, SHAPE, ROOT, self.shift_key, self.is_full_key}
-        if clash := sorted(own & set(data.keys())):
+        clash = sorted(own & set(data.keys()))
+        if clash:
             raise ValueError(
                 f"data has entries {clash}, whose names the flat form uses itself: rename them first"
             )
@@ -271,7 +268,6 @@ class TED2Flat(Conversion):
         shift = self.shift
         if shift is not None and not 0 <= shift <= slots:
             raise ValueError(f"shift must be a slot from 0 to {slots} (the rows of data), got {shift}")
-
         if self.is_full is False and shift is not None:
             kept: Any = data[:shift]
             data = kept
@@ -280,11 +276,12 @@ class TED2Flat(Conversion):
         roll = shift if shift and self.is_full else 0
 
         def in_time_order(column: Tensor) -> Tensor:
-            rows = column.roll(-roll, 0) if roll else column
+            if roll:
+                column = column.roll(-roll, 0)
             # [T, *B, *F] -> [T, L, *F] -> [L, T, *F] -> [L * T, *F]; one lane is only a view
             if dims > 1:
-                return rows.flatten(1, dims - 1).transpose(0, 1).flatten(0, 1)
-            return rows
+                return column.flatten(1, dims - 1).transpose(0, 1).flatten(0, 1)
+            return column
 
         return data, in_time_order
 
@@ -303,6 +300,7 @@ def _column(flat: TensorDict, key: Names, like: Tensor, rows: int) -> Tensor:
     shape = torch.Size([rows, *like.shape[1:]])
     if flat.is_memmap():
         return cast(Tensor, flat.make_memmap(key, shape=shape, dtype=like.dtype))
+
     flat.set(key, torch.empty(shape, dtype=like.dtype, device=like.device))
     return cast(Tensor, flat.get(key))
 
@@ -342,17 +340,16 @@ class Flat2TED(Conversion):
         slots = shape[0]
         lanes = shape[1:].numel()
         rows = shape.numel()
+
         own = {SHAPE, COLUMNS, LENGTHS, self.shift_key, self.is_full_key}
         names = set(data.keys())
         entries = {as_tuple(key): data.get(key) for key in data.keys(True, True) if key not in own}
         ends = self._ends(data, slots, lanes, shift, is_full)
         shifted, moved = self._kinds(data, entries, rows)
+
         if not is_full:
             shape = torch.Size([min(shift, slots), *shape[1:]])
-        if out is None:
-            target = TensorDict({}, shape)
-        else:
-            target = _memory(out, shape)
+        target = TensorDict({}, shape) if out is None else _memory(out, shape)
 
         def put(key: Names, column: Tensor) -> None:
             if len(column) != rows:
@@ -363,26 +360,29 @@ class Flat2TED(Conversion):
             in_slots = in_slots.reshape(*shape, *column.shape[1:])
             if is_full and shift:
                 in_slots = in_slots.roll(shift, 0)
+
             if out is None:
                 target.set(key, in_slots)
                 return
-            if target.get(key, None) is None:
+
+            memory = target.get(key, None)
+            if memory is None:
                 raise KeyError(f"out has no entry {plain_key(key)!r}, which the flat form has")
-            if target.get(key).shape != in_slots.shape or target.get(key).dtype != in_slots.dtype:
+            if memory.shape != in_slots.shape or memory.dtype != in_slots.dtype:
                 raise ValueError(
-                    f"out[{plain_key(key)!r}] is {target.get(key).dtype} {list(target.get(key).shape)}, the flat form "
+                    f"out[{plain_key(key)!r}] is {memory.dtype} {list(memory.shape)}, the flat form "
                     f"holds {in_slots.dtype} {list(in_slots.shape)}"
                 )
-            target.get(key).copy_(in_slots)
+            memory.copy_(in_slots)
 
+        stored = rows + int(ends.sum())  # a shifted entry has one more for each run
         for key, column in entries.items():
             if key in shifted:
-                if len(column) != rows + int(ends.sum()):
+                if len(column) != stored:
                     raise ValueError(
                         f"entry {key!r} has {len(column)} rows; {rows} rows in {int(ends.sum())} runs take "
-                        f"{rows + int(ends.sum())}"
+                        f"{stored}"
                     )
-
                 root, following = expand_compact(column, ends)
                 put(key, root)
                 put(next_key(key), following)
@@ -391,11 +391,8 @@ class Flat2TED(Conversion):
                 if COLUMNS not in names and plain_key(key) in self.done_keys:
                     put(key, torch.zeros_like(column))  # torchrl's form does not keep the root's flags
             else:
-                if key[0] == ROOT:
-                    name = key[1:]
-                else:
-                    name = key
-                put(name, column)
+                place = key[1:] if key[0] == ROOT else key
+                put(place, column)
 
         if out is None:
             return target
@@ -413,12 +410,8 @@ class Flat2TED(Conversion):
 
         done: Tensor = data.get(self.done_key)
         ends = done.reshape(lanes, slots).clone()
-        if is_full:
-            end = slots
-        else:
-            end = shift
-        ends[:, end - 1] = True
-
+        newest = slots if is_full else shift
+        ends[:, newest - 1] = True
         return ends.reshape(-1)
 
     def _kinds(
@@ -429,15 +422,15 @@ class Flat2TED(Conversion):
         if columns is not None:
             kinds = json.loads(str(columns))
             found = tuple({tuple(map(str, key)) for key in kinds[kind]} for kind in ("shifted", "next"))
-            if missing := sorted((found[0] | found[1]) - set(entries)):
+            missing = sorted((found[0] | found[1]) - set(entries))
+            if missing:
                 raise KeyError(f"the flat form lacks its entries {missing}")
             return found[0], found[1]
 
         named = self.done_keys | self.reward_keys
-        return (
-            {key for key, column in entries.items() if len(column) != rows},
-            {key for key in entries if plain_key(key) in named},
-        )
+        shifted = {key for key, column in entries.items() if len(column) != rows}
+        moved = {key for key in entries if plain_key(key) in named}
+        return shifted, moved
 
 
 def _ring_state(data: TensorDictBase, shift_key: str, is_full_key: str) -> tuple[torch.Size, int, bool]:
@@ -451,12 +444,11 @@ def _ring_state(data: TensorDictBase, shift_key: str, is_full_key: str) -> tuple
 
     shape = kept(SHAPE)
     if isinstance(shape, int):
-        sizes = torch.Size([shape])
-    else:
-        sizes = torch.Size([int(size) for size in shape])
-
+        shape = [shape]
+    sizes = torch.Size([int(size) for size in shape])
     shift = kept(shift_key)
     is_full = bool(kept(is_full_key))
+
     if not 0 <= int(shift) <= sizes[0]:
         raise ValueError(f"shift must be a slot from 0 to {sizes[0]}, got {shift}")
     return sizes, int(shift), is_full
@@ -494,8 +486,8 @@ class NestedRuns(TensorDict):
         lengths = flat.get(LENGTHS)
         rows = int(lengths.sum())
         offsets = {extra: _offsets(lengths + extra) for extra in (0, 1)}
-        nested = cls({}, [len(lengths)])
 
+        nested = cls({}, [len(lengths)])
         for key, column in _entries(flat):
             if not isinstance(column, Tensor):
                 nested.set_non_tensor(key, column)
@@ -505,7 +497,6 @@ class NestedRuns(TensorDict):
                 nested.set(key, column)
             else:
                 nested.set(key, torch.nested.nested_tensor_from_jagged(column, offsets[len(column) > rows]))
-
         return nested
 
     def flat(self) -> TensorDict:
@@ -514,13 +505,10 @@ class NestedRuns(TensorDict):
         for key, value in _entries(self):
             if isinstance(value, Tensor):
                 if value.is_nested:
-                    column = nested_values(value)
-                else:
-                    column = value
-                flat.set(key, column)
+                    value = nested_values(value)
+                flat.set(key, value)
             else:
                 flat.set_non_tensor(key, value)
-
         return flat
 
     @override
@@ -544,7 +532,7 @@ class TED2Nested(TED2Flat):
 
     The result has batch size ``[R]``. An entry whose next value is the root value of the next row has one value more
     than its run has rows. The nested tensors (jagged layout) share the memory of the flat form; with ``path`` that is
-    a folder of memory-mapped files, which `Nested2TED` and `Flat2TED` read alike. To save the result with
+    a folder of memory-mapped files, which both `Nested2TED` and `Flat2TED` read. To save the result with
     ``torch.save``, save its ``state_dict()``, which has the entries of the flat form, plain tensors: ``torch.load``
     reads it by default, and ``Nested2TED()(TensorDict(state, []))`` takes it.
 
@@ -578,13 +566,10 @@ class Nested2TED(Flat2TED):
         for key, value in _entries(data):
             if isinstance(value, Tensor):
                 if value.is_nested:
-                    column = nested_values(value)
-                else:
-                    column = value
-                flat.set(key, column)
+                    value = nested_values(value)
+                flat.set(key, value)
             else:
                 flat.set_non_tensor(key, value)
-
         return super().__call__(flat, out)
 
 
@@ -615,7 +600,6 @@ class H5Split(TED2Flat):
                 continue
             for folder, part in zip(folders, value.unbind(), strict=True):
                 folder.set(key, part)
-
         return split
 
 
@@ -635,13 +619,12 @@ class H5Combine:
         runs = (name for name in map(str, set(data.keys())) if name.startswith(_RUN))
         names = sorted(runs, key=lambda name: int(name.removeprefix(_RUN)))
         folders = [data.get(name) for name in names]
+
         if not folders:
             raise ValueError(
                 f"data must have folders {_RUN}0, {_RUN}1, ..., got {sorted(map(str, data.keys()))}"
             )
-
         keys = list(folders[0].keys(True, True))
-
         for name, folder in zip(names, folders, strict=True):
             if set(folder.keys(True, True)) != set(keys):
                 raise ValueError(f"{name} holds other entries than {names[0]}")
@@ -649,6 +632,7 @@ class H5Combine:
         combined = NestedRuns({}, [len(folders)])
         for key, value in _entries(data.exclude(*names)):
             combined.set_non_tensor(key, value)
+
         for key in keys:
             parts = [folder.get(key) for folder in folders]
             if parts[0].ndim == 0:
@@ -656,7 +640,6 @@ class H5Combine:
                 continue
             offsets = _offsets(torch.tensor([len(part) for part in parts]))
             combined.set(key, torch.nested.nested_tensor_from_jagged(torch.cat(parts), offsets))
-
         return combined
 
 
@@ -670,8 +653,6 @@ def _entries(data: TensorDictBase) -> Iterator[tuple[NestedKey, Any]]:
     tensors = set(data.keys(True, True))
     for key in data.keys(True, True, is_leaf=is_entry):
         value = data.get(key) if key in tensors else None
-        if isinstance(value, Tensor):
-            column = value
-        else:
-            column = data.get_non_tensor(key)
-        yield key, column
+        if not isinstance(value, Tensor):
+            value = data.get_non_tensor(key)
+        yield key, value

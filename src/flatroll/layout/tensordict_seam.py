@@ -88,7 +88,6 @@ def get_entry(batch: TensorDictBase, key: NestedKey) -> Any:
     """
     place: Any = batch
     names = (key,) if type(key) is str else key
-
     for name in names:
         if type(place) is not TensorDict or not USES_PRIVATES:
             if place is None:
@@ -112,7 +111,6 @@ def set_entry(batch: TensorDictBase, key: NestedKey, value: Tensor) -> None:
     if USES_PRIVATES and type(batch) is TensorDict and type(key) is str and not batch.is_locked:
         rows = batch.batch_size
         device = batch.device
-
         # Values that are tensordicts take the general path below.
         if (
             isinstance(value, Tensor)
@@ -121,7 +119,6 @@ def set_entry(batch: TensorDictBase, key: NestedKey, value: Tensor) -> None:
         ):
             batch._tensordict[key] = value
             return
-
     batch.set(key, value)
 
 
@@ -138,11 +135,9 @@ def shallow_copy(batch: TensorDictBase) -> TensorDictBase:
         return batch.copy()
 
     entries = dict(batch._tensordict)
-
     for key, value in entries.items():
         if not isinstance(value, Tensor):
             entries[key] = shallow_copy(cast(TensorDictBase, value))
-
     names = batch._maybe_names()
     return TensorDict._new_unsafe(entries, batch_size=batch.batch_size, device=batch.device, names=names)
 
@@ -157,8 +152,9 @@ def plain_attributes(network: object, kind: type, plain: Mapping[str, Any]) -> d
     own_kind: Any = type(network)
     if own_kind is not kind and not (kind is ProbabilisticTensorDictSequential and _has_same_call(own_kind)):
         return None
+
     # only tensordict's own call skips existing entries, runs hooks and compiles
-    if not USES_PRIVATES or _mode_of(_SKIPS, skip_existing):
+    if not USES_PRIVATES or _read_mode(_SKIPS, skip_existing):
         return None
 
     own = network.__dict__
@@ -177,6 +173,7 @@ def plain_attributes(network: object, kind: type, plain: Mapping[str, Any]) -> d
         if all(name in own and own[name] == value for name, value in plain.items()):
             return own
         return None
+
     if plain.items() <= own.items():
         return own
     return None
@@ -195,7 +192,7 @@ _TYPE: Any = getattr(probabilistic, "_interaction_type", None)
 _SKIPS: Any = getattr(utils, "_skip_existing", None)
 
 
-def _mode_of(holder: Any, public: Callable[[], Any]) -> Any:
+def _read_mode(holder: Any, public: Callable[[], Any]) -> Any:
     """Return a mode of tensordict's without taking its lock: 0.1 µs instead of 1."""
     if hasattr(holder, "_mode"):
         return holder._mode
@@ -213,7 +210,6 @@ def exchange_interaction_type(kind: InteractionType | None) -> InteractionType |
         before: InteractionType | None = _TYPE._mode
         _TYPE._mode = kind
         return before
-
     before = interaction_type()
     set_interaction_type(kind).__enter__()
     return before
@@ -248,7 +244,7 @@ def call_network(network: TensorDictModuleBase, batch: TensorDictBase) -> Tensor
 def call_policy(policy: Any, batch: TensorDictBase) -> Any:
     """Return ``policy(batch)``, without tensordict's overhead; intermediate entries may stay in ``batch``.
 
-    Actors that write log-probabilities also write what their actions are made of, see :func:`base_keys_of`.
+    Actors that write log-probabilities also write what their actions are made of, see :func:`find_base_keys`.
     """
     own = plain_attributes(policy, TensorDictSequential, _PLAIN_SEQUENCE)
     if own is not None:
@@ -261,11 +257,10 @@ def call_policy(policy: Any, batch: TensorDictBase) -> Any:
         if ready is not None:
             sampler, batch, _ = ready
             return _sample(sampler, batch)
-
     return call_network(policy, batch)
 
 
-def base_keys_of(policy: Any) -> list[NestedKey]:
+def find_base_keys(policy: Any) -> list[NestedKey]:
     """Return the keys under which :func:`call_policy` may store base samples."""
     if plain_attributes(policy, ProbabilisticTensorDictSequential, _SAMPLING_ACTOR | _PLAIN_ACTOR) is None:
         return []
@@ -274,7 +269,6 @@ def base_keys_of(policy: Any) -> list[NestedKey]:
     if not isinstance(sampler, ProbabilisticTensorDictModule) or not keeps_base(sampler):
         return []
     action_keys: list[Any] = sampler.dist_sample_keys
-
     return [base_sample_key(key) for key in action_keys]
 
 
@@ -294,6 +288,7 @@ def _samples_once(sampler: ProbabilisticTensorDictModule) -> bool:
     known = kind is ProbabilisticTensorDictModule or (
         kind.__name__ == "SafeProbabilisticModule" and kind.__module__.startswith("torchrl.")
     )
+
     if not known or own["_forward_hooks"] or own["_forward_pre_hooks"]:
         return False
     return sampler.num_samples is None and own.get("_generator") is None and not own.get("_generator_key")
@@ -301,21 +296,17 @@ def _samples_once(sampler: ProbabilisticTensorDictModule) -> bool:
 
 def _sample(sampler: ProbabilisticTensorDictModule, batch: TensorDictBase) -> TensorDictBase:
     """Do what the sampler does, in a third of the time; also keep the base samples, from before the transforms."""
-    kind = _mode_of(_TYPE, interaction_type) or sampler.default_interaction_type
+    kind = _read_mode(_TYPE, interaction_type) or sampler.default_interaction_type
     if kind is InteractionType.RANDOM and _samples_once(sampler):
         parts = components(build_distribution(sampler, batch))
         action_keys: list[Any] = sampler.dist_sample_keys
+        same_names = None in parts or list(parts) == action_keys
 
-        alike = None in parts or list(parts) == action_keys
-        if alike and len(parts) == len(action_keys):
+        if same_names and len(parts) == len(action_keys):
             if not sampler.return_log_prob:
                 for key, part in zip(action_keys, parts.values(), strict=True):
-                    if part.has_rsample:
-                        action = part.rsample()
-                    else:
-                        action = part.sample()
-                    set_entry(batch, key, action)
-
+                    sample = part.rsample() if part.has_rsample else part.sample()
+                    set_entry(batch, key, sample)
                 return batch
 
             log_prob_keys: list[Any] = sampler.log_prob_keys or []
@@ -326,7 +317,6 @@ def _sample(sampler: ProbabilisticTensorDictModule, batch: TensorDictBase) -> Te
                     set_entry(batch, log_prob_key, log_prob)
                     if base is not None:
                         set_entry(batch, base_sample_key(key), base)
-
                 return batch
 
     out: TensorDictBase = sampler(batch)
@@ -345,13 +335,17 @@ def build_distribution(
     >>> build_distribution(sampler, TensorDict({"loc": torch.zeros(2), "scale": torch.ones(2)}, [2]))
     Normal(loc: torch.Size([2]), scale: torch.Size([2]))
     """
-    outputs = {} if outputs is None else outputs
+    if outputs is None:
+        outputs = {}
+
     plain = type(sampler).get_dist is ProbabilisticTensorDictModule.get_dist
     if plain and sampler.dist_keys == sampler.in_keys:
         keys: list[Any] = sampler.in_keys
-        columns = {
-            key: outputs[key] if key in outputs else get_entry(batch, key) for key in keys if type(key) is str
-        }
+        columns = {}
+        for key in keys:
+            if type(key) is str:
+                columns[key] = outputs[key] if key in outputs else get_entry(batch, key)
+
         if len(columns) == len(keys):
             # faster than get_dist(), which runs only if this fails, to raise its own error
             with suppress(TypeError):
@@ -359,11 +353,8 @@ def build_distribution(
                 return built
 
     if outputs:
-        inputs = shallow_copy(batch).update(outputs)
-    else:
-        inputs = batch
-    dist: Distribution = sampler.get_dist(inputs)
-
+        batch = shallow_copy(batch).update(outputs)
+    dist: Distribution = sampler.get_dist(batch)
     return dist
 
 
@@ -393,15 +384,15 @@ def prepare_sampling(
         return None
 
     # parts may query the interaction type: that of the enclosing block, else the last part's default
-    before = _mode_of(_TYPE, interaction_type)
+    before = _read_mode(_TYPE, interaction_type)
     exchange_interaction_type(before or last.default_interaction_type)
-
     try:
         if readers is not None:
+            # what the only part before the last one makes
             made: list[Any] = parts[0].out_keys if len(parts) == 1 else []
             roots = {key if isinstance(key, str) else key[0] for key in made}
-            alone = all(key in made for key in last.in_keys)
 
+            alone = all(key in made for key in last.in_keys)
             for reader in readers:  # a reader that is not a plain function may read any entry
                 read: Any = reader.in_keys
                 alone = alone and plain_attributes(reader, TensorDictModule, _PLAIN_MODULE) is not None
@@ -429,13 +420,10 @@ def call_for(network: TensorDictModuleBase, batch: TensorDictBase, key: NestedKe
 
     if len(out_keys) == 1:
         outputs = _call_function(network, batch)
-    else:
-        outputs = None
-
-    if outputs is not None:
-        value = outputs[out_keys[0]]
-        if isinstance(value, Tensor):
-            return value  # a plain function does not write into the batch, so no copy is needed
+        if outputs is not None:
+            value = outputs[out_keys[0]]
+            if isinstance(value, Tensor):
+                return value  # a plain function does not write into the batch, so no copy is needed
 
     found: Tensor | None = get_entry(call_network(network, shallow_copy(batch)), key)
     return found
@@ -450,21 +438,13 @@ def _call_function(network: TensorDictModuleBase, batch: TensorDictBase) -> dict
     inputs = []
     for key in cast(list[Any], network.in_keys):
         is_root = type(batch) is TensorDict and type(key) is str
-        if is_root:
-            column = batch._tensordict.get(key)
-        else:
-            column = batch.get(key, None)
-
+        column = batch._tensordict.get(key) if is_root else batch.get(key, None)
         if not isinstance(column, Tensor):
             return None
         inputs.append(column)
 
     # looking up network.module would take longer than everything else here
-    if "module" in own:
-        function = own["module"]
-    else:
-        function = own["_modules"]["module"]
-
+    function = own["module"] if "module" in own else own["_modules"]["module"]
     try:
         out = function(*inputs)
     except Exception as error:
@@ -474,7 +454,6 @@ def _call_function(network: TensorDictModuleBase, batch: TensorDictBase) -> dict
     keys: list[Any] = network.out_keys
     if isinstance(out, Tensor) and len(keys) == 1:
         return {keys[0]: out}
-
     if isinstance(out, (dict, TensorDictBase)) and all(key in out for key in keys):
         out = tuple(out[key] for key in keys)
     elif not isinstance(out, tuple):
@@ -482,8 +461,13 @@ def _call_function(network: TensorDictModuleBase, batch: TensorDictBase) -> dict
 
     if len(out) != len(keys):
         raise ValueError(f"a network with out_keys {keys} returned {len(out)} tensors: give each a key")
-    pairs = zip(keys, out, strict=True)
-    return {key: value if isinstance(value, Tensor) else TensorDict.from_any(value) for key, value in pairs}
+
+    outputs = {}
+    for key, value in zip(keys, out, strict=True):
+        if not isinstance(value, Tensor):
+            value = TensorDict.from_any(value)
+        outputs[key] = value
+    return outputs
 
 
 def _parts(own: Mapping[str, Any]) -> list[TensorDictModuleBase]:

@@ -8,7 +8,7 @@ from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor
 
 from flatroll.layout.boundaries import run_ends, run_starts
-from flatroll.layout.checks import expect, iterable, need_keys, need_rows, shown
+from flatroll.layout.checks import as_text, check_iterable, check_keys, check_rows, check_type
 from flatroll.layout.delta import signed
 from flatroll.layout.keys import (
     DONE,
@@ -69,11 +69,11 @@ def split_trajectories(
     >>> [x.tolist() for x in split_trajectories(batch, as_nested=True)["x"].unbind()]
     [[1, 2], [3], [4]]
     """
-    need_rows(batch, values=True)
-    need_keys(optional=True, prefix=prefix, trajectory_key=trajectory_key, done_key=done_key)
+    check_rows(batch, values=True)
+    check_keys(optional=True, prefix=prefix, trajectory_key=trajectory_key, done_key=done_key)
     if not any(as_nested is one for one in (True, False, torch.jagged, torch.strided)):
         raise TypeError(
-            f"as_nested must be True, False, torch.jagged or torch.strided, got {shown(as_nested)}"
+            f"as_nested must be True, False, torch.jagged or torch.strided, got {as_text(as_nested)}"
         )
 
     traj_key, mask_key = _keys(prefix, trajectory_key)
@@ -83,7 +83,6 @@ def split_trajectories(
         and batch.get(TRAJ_IDS[-1], None) is not None
     ):
         traj_key = TRAJ_IDS[-1]
-
     done = DONE if done_key is None else under_next(done_key)
 
     for asked, key in ((trajectory_key, traj_key), (done_key, done)):
@@ -96,8 +95,8 @@ def split_trajectories(
         rows = marker(flat, mask_key).nonzero().squeeze(-1)
         flat = flat[rows].exclude(mask_key)
         starts = starts[rows]
-    tensors = set(flat.keys(True, True))
 
+    tensors = set(flat.keys(True, True))
     for key in flat.keys(True, True, is_leaf=is_leaf_nontensor):
         if key not in tensors:
             raise TypeError(
@@ -107,14 +106,12 @@ def split_trajectories(
     # run r is the rows offsets[r] ... offsets[r + 1] - 1
     first = starts.nonzero().squeeze(-1)
     offsets = torch.cat([first, first.new_tensor([starts.numel()])])
+
     if as_nested is False:
         return _pad(flat, starts, offsets, mask_key)
-
     if as_nested is torch.strided:
-        layout = torch.strided
-    else:
-        layout = torch.jagged
-    return _nest(flat, offsets, layout)
+        return _nest(flat, offsets, torch.strided)
+    return _nest(flat, offsets, torch.jagged)
 
 
 def join(parts: TensorDictBase | Sequence[TensorDictBase], *, mask_key: NestedKey = MASK) -> TensorDictBase:
@@ -138,18 +135,17 @@ def join(parts: TensorDictBase | Sequence[TensorDictBase], *, mask_key: NestedKe
     tensor([1, 2, 3, 4])
     """
     if not isinstance(parts, TensorDictBase):
-        trajectories = list(iterable("parts", parts, "a tensordict or a sequence of them"))
+        trajectories = list(check_iterable("parts", parts, "a tensordict or a sequence of them"))
         if not trajectories:
             raise ValueError("parts must hold at least one trajectory, got an empty sequence")
-
         for i, part in enumerate(trajectories):
-            expect(f"parts[{i}]", part, TensorDictBase, "a tensordict")
+            check_type(f"parts[{i}]", part, TensorDictBase, "a tensordict")
             if part.batch_dims != 1:
                 raise ValueError(f"parts[{i}] must have batch size [T], got {list(part.batch_size)}")
         return cast(TensorDictBase, TensorDict.cat(trajectories))
 
-    need_keys(mask_key=mask_key)
-    need_rows(parts, values=True)
+    check_keys(mask_key=mask_key)
+    check_rows(parts, values=True)
     if any(leaf.is_nested for leaf in parts.values(True, True)):
         return _unnest(parts)
 
@@ -190,10 +186,12 @@ def mark_cuts(
     >>> marked["next", "done"], marked["next", "truncated"]
     (tensor([False,  True,  True]), tensor([False,  True, False]))
     """
-    need_rows(batch)
-    need_keys(done_key=done_key, truncated_key=truncated_key, mask_key=mask_key)
+    check_rows(batch)
+    check_keys(done_key=done_key, truncated_key=truncated_key, mask_key=mask_key)
+
     done = marker(batch, done_key)
     truncated = marker(batch, truncated_key)
+
     ends = run_ends(batch, is_init_key=is_init_key, done_key=done_key, traj_key=traj_key, mask_key=mask_key)
     cut = ends.to(done.device) & ~done
     if batch.get(mask_key, None) is not None:
@@ -211,11 +209,9 @@ def _keys(prefix: NestedKey | None, trajectory_key: NestedKey | None) -> tuple[N
         raise ValueError(f"pass prefix or trajectory_key, not both (got {prefix!r} and {trajectory_key!r})")
     if trajectory_key is not None:
         parents = as_tuple(trajectory_key)[:-1]
-        if parents:
-            mask = (*parents, MASK[-1])
-        else:
-            mask = MASK
-        return trajectory_key, mask
+        if not parents:
+            return trajectory_key, MASK
+        return trajectory_key, (*parents, MASK[-1])
 
     if prefix is not None:
         return (*as_tuple(prefix), TRAJ_IDS[-1]), (*as_tuple(prefix), MASK[-1])
@@ -258,6 +254,7 @@ def _nest(flat: TensorDictBase, offsets: Tensor, layout: torch.layout) -> Tensor
 
     if not lengths:
         raise ValueError("as_nested=torch.strided cannot hold zero trajectories, use torch.jagged")
+
     for key, column in flat.items(True, True):
         if signed(column) is not column:
             raise TypeError(
@@ -267,11 +264,7 @@ def _nest(flat: TensorDictBase, offsets: Tensor, layout: torch.layout) -> Tensor
 
     # Time is a batch dimension, so that tensordict's to_padded_tensor(mask_key=...) can write the mask. Its
     # size is what torch reports for such nested tensors: -1 if the lengths differ, else the common length.
-    if len(set(lengths)) == 1:
-        length = lengths[0]
-    else:
-        length = -1
-
+    length = lengths[0] if len(set(lengths)) == 1 else -1
     return flat.apply(
         lambda c: torch.nested.as_nested_tensor(list(c.split(lengths)), layout=torch.strided),
         batch_size=[len(lengths), length],
@@ -280,7 +273,6 @@ def _nest(flat: TensorDictBase, offsets: Tensor, layout: torch.layout) -> Tensor
 
 def _unnest(parts: TensorDictBase) -> TensorDictBase:
     """Nested tensors to the flat batch; in the jagged layout their values are its columns."""
-
     # total number of rows, from any column
     first = next(iter(parts.values(True, True)))
     if first.layout is torch.jagged:

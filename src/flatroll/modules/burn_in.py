@@ -9,7 +9,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from flatroll.layout.boundaries import run_ends, run_starts
-from flatroll.layout.checks import key_names, need_keys, whole_number
+from flatroll.layout.checks import check_key_names, check_keys, check_whole_number
 from flatroll.layout.keys import (
     DONE,
     HAS_STATE,
@@ -81,13 +81,13 @@ class BurnIn:
             if not isinstance(module, TensorDictModuleBase):
                 raise TypeError(f"modules must be tensordict modules, got {type(module).__name__}")
 
-        self.burn_in = whole_number("burn_in", burn_in, 0)
-        need_keys(init_key=init_key, done_key=done_key)
+        self.burn_in = check_whole_number("burn_in", burn_in, 0)
+        check_keys(init_key=init_key, done_key=done_key)
 
         if out_keys is None:
             written = list(self._initial_states())
         else:
-            written = key_names("out_keys", out_keys)
+            written = check_key_names("out_keys", out_keys)
         self.out_keys = [without_next(key) for key in written]
         if not self.out_keys:
             raise ValueError(

@@ -25,15 +25,15 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from flatroll.layout.checks import (
-    expect,
-    flags,
-    legal_options,
-    need_keys,
-    number,
-    one_of,
-    sizes,
-    torch_device,
-    whole_number,
+    check_choice,
+    check_device,
+    check_flags,
+    check_keys,
+    check_number,
+    check_options,
+    check_sizes,
+    check_type,
+    check_whole_number,
 )
 from flatroll.layout.keys import (
     ACTION,
@@ -50,12 +50,12 @@ from flatroll.layout.keys import (
 from flatroll.layout.spaces import (
     MOST_OPTIONS,
     MaskForm,
+    find_part,
     first_options,
     mask_form,
     mask_shapes,
     observation_leaves,
     option_counts,
-    part_of,
     space_leaves,
     widest_space,
 )
@@ -155,16 +155,16 @@ def actor(
     >>> out["action"].shape, out["action_log_prob"].shape
     (torch.Size([5]), torch.Size([5]))
     """
-    one_of("std", std, ("independent", "dependent"))
+    check_choice("std", std, ("independent", "dependent"))
     if squash is not None:
-        flags(squash=squash)
+        check_flags(squash=squash)
     if action_mask is not None:
-        flags(action_mask=action_mask)
+        check_flags(action_mask=action_mask)
 
-    observation, action = _spaces_of(env)
-    masks = _masks_of(observation, action, action_mask)
+    observation, action = _env_spaces(env)
+    masks = _find_masks(observation, action, action_mask)
     in_observation = any(mask.shape is not None for mask in masks.values())
-    trunk = _trunk_of(observation, hidden, activation, cnn, recurrent, norm, drop_mask=in_observation)
+    trunk = _make_trunk(observation, hidden, activation, cnn, recurrent, norm, drop_mask=in_observation)
 
     parts = trunk.parts
     out_keys: list[Any] = []  # out_keys of the last head
@@ -173,11 +173,11 @@ def actor(
     options: dict[NestedKey, dict[str, Any]] = {}
     leaves = space_leaves(action, (ACTION,))
     for key, path in leaves:
-        space = part_of(action, path)
+        space = find_part(action, path)
         inner = tuple(map(str, path))
         mask = masks.get(path)
         combined = mask is not None and mask.form == "combinations"
-        kind, kwargs, head, written = _head_of(
+        kind, kwargs, head, written = _make_head(
             space, trunk.width, std, squash, ".".join(inner), combined=combined
         )
 
@@ -247,10 +247,10 @@ def critic(
     >>> value(TensorDict({"observation": torch.zeros(5, 4)}, [5]))["state_value"].shape
     torch.Size([5, 1])
     """
-    flags(shared=shared)
+    check_flags(shared=shared)
     taken: list[Any] = []
     if actor is not None:
-        expect("actor", actor, TensorDictSequential, "an actor of flatroll.modules.actor")
+        check_type("actor", actor, TensorDictSequential, "an actor of flatroll.modules.actor")
         taken = list(actor.module)
     if shared and actor is None:
         raise ValueError(
@@ -269,9 +269,9 @@ def critic(
         trunk = _Trunk(taken[: ends[0] + 1], FEATURES, width)
     else:
         options: dict[str, Any] = {"norms": taken, "prefix": "_value", "state": "critic_state"}
-        observation, action = _spaces_of(env)
-        drops = bool(_masks_of(observation, action, None, strict=False))
-        trunk = _trunk_of(observation, hidden, activation, cnn, recurrent, norm, drop_mask=drops, **options)
+        observation, action = _env_spaces(env)
+        drops = bool(_find_masks(observation, action, None, strict=False))
+        trunk = _make_trunk(observation, hidden, activation, cnn, recurrent, norm, drop_mask=drops, **options)
 
     return _on_device(TensorDictSequential(*trunk.with_values("state_value", 1)), device)
 
@@ -311,9 +311,9 @@ def q_network(
     torch.Size([5, 2])
     """
     if action_mask is not None:
-        flags(action_mask=action_mask)
+        check_flags(action_mask=action_mask)
 
-    observation, action = _spaces_of(env)
+    observation, action = _env_spaces(env)
     box = isinstance(action, spaces.Box)
     if box and recurrent is not None:
         raise ValueError(
@@ -333,10 +333,10 @@ def q_network(
             f"action_mask=True needs a Discrete action space, got {action}: the network only rates the actor's actions"
         )
 
-    masks = _masks_of(observation, action, action_mask, strict=not box)
+    masks = _find_masks(observation, action, action_mask, strict=not box)
     in_observation = any(mask.shape is not None for mask in masks.values())
     rated = action if box else None
-    trunk = _trunk_of(
+    trunk = _make_trunk(
         observation,
         hidden,
         activation,
@@ -389,15 +389,15 @@ class ActionMask(TensorDictModuleBase):
         binary: bool = False,
     ) -> None:
         super().__init__()
-        need_keys(key=key, mask_key=mask_key)
-        flags(strict=strict, binary=binary)
+        check_keys(key=key, mask_key=mask_key)
+        check_flags(strict=strict, binary=binary)
         if binary and counts is not None:
             raise ValueError(f"counts must be left out with binary=True, where all are 2, got {counts}")
 
         read: list[Any] = [key, mask_key]
         self.in_keys = read
         self.out_keys = read[:1]
-        self.counts = None if counts is None else sizes("counts", counts)
+        self.counts = None if counts is None else check_sizes("counts", counts)
         self.strict = strict
         self.binary = binary
 
@@ -414,7 +414,7 @@ class ActionMask(TensorDictModuleBase):
         real = None  # the padding may be empty
         if tensordict.get(MASK, None) is not None:
             real = marker(tensordict, MASK)
-        whole = legal_options(f"batch[{mask_key!r}]", mask, counts, strict=self.strict, real=real)
+        whole = check_options(f"batch[{mask_key!r}]", mask, counts, strict=self.strict, real=real)
 
         lowest = torch.finfo(logits.dtype).min
         legal = whole[0]
@@ -476,7 +476,7 @@ class EpsilonGreedy(nn.Module):
 
     def __init__(self, epsilon: float = 0.0) -> None:
         super().__init__()
-        number("epsilon", epsilon, least=0, most=1)
+        check_number("epsilon", epsilon, least=0, most=1)
         self.register_buffer("epsilon", torch.tensor(float(epsilon)))
 
     @override
@@ -505,8 +505,8 @@ def set_epsilon(network: nn.Module, epsilon: float) -> None:
     >>> net = q_network(gym.make_vec("CartPole-v1", num_envs=2), epsilon=1.0)
     >>> set_epsilon(net, 0.05)
     """
-    expect("network", network, nn.Module, "a module")
-    number("epsilon", epsilon, least=0, most=1)
+    check_type("network", network, nn.Module, "a module")
+    check_number("epsilon", epsilon, least=0, most=1)
     found = [module for module in network.modules() if isinstance(module, EpsilonGreedy)]
     if not found:
         raise ValueError(
@@ -539,7 +539,7 @@ class _Mask(NamedTuple):
         return ActionMask(logits, self.key, option_counts(space))
 
 
-def _masks_of(
+def _find_masks(
     observation: Any, action: Any, action_mask: bool | None, *, strict: bool = True
 ) -> dict[tuple[Any, ...], _Mask]:
     """Return the mask of each part of an action space that has one, by the part's path.
@@ -553,7 +553,7 @@ def _masks_of(
         return {}
 
     leaves = {tuple(map(str, path)): path for _, path in space_leaves(action, (ACTION,))}
-    choices = [path for path in leaves.values() if option_counts(part_of(action, path)) is not None]
+    choices = [path for path in leaves.values() if option_counts(find_part(action, path)) is not None]
     found: dict[tuple[Any, ...], _Mask] = {}
     if not choices:
         if action_mask:
@@ -570,12 +570,12 @@ def _masks_of(
         return found
 
     for key, seen in space_leaves(observation[ACTION_MASK], (ACTION_MASK,), (ACTION_MASK,)):
-        shape = part_of(observation, seen).shape
+        shape = find_part(observation, seen).shape
         path = leaves.get(as_tuple(key)[1:])
         part = None
         form = None
         if path is not None:
-            part = part_of(action, path)
+            part = find_part(action, path)
             counts = option_counts(part)
             if counts is not None and shape is not None:
                 form = mask_form(counts, shape)
@@ -596,10 +596,10 @@ def _masks_of(
 def _on_device(network: N, device: torch.device | str | None) -> N:
     if device is None:
         return network
-    return network.to(torch_device("device", device))
+    return network.to(check_device("device", device))
 
 
-def _spaces_of(env: SpacedEnv) -> tuple[Any, Any]:
+def _env_spaces(env: SpacedEnv) -> tuple[Any, Any]:
     """Return the spaces of one env's observation and action."""
     found: list[Any] = []
     for name in ("observation_space", "action_space"):
@@ -607,7 +607,7 @@ def _spaces_of(env: SpacedEnv) -> tuple[Any, Any]:
         if space is None:
             space = getattr(env, name, None)
         hint = "adapt it with flatroll.wrappers.as_vector_env"
-        found.append(expect(f"env.{name}", space, spaces.Space, "a gymnasium space", hint=hint))
+        found.append(check_type(f"env.{name}", space, spaces.Space, "a gymnasium space", hint=hint))
 
     batched = getattr(env, "observation_space", None)
     if getattr(env, "single_observation_space", None) is not None and isinstance(batched, spaces.Space):
@@ -630,7 +630,7 @@ def _orthogonal(layer: nn.Module, gain: float) -> None:
             nn.init.zeros_(weight)
 
 
-def _head_of(
+def _make_head(
     space: Any, width: int, std: str, squash: bool | None, name: str, *, combined: bool
 ) -> tuple[type, dict[str, Any], nn.Module, tuple[str, ...]]:
     """The distribution of an action space, its fixed arguments, the layer in front, and what that writes.
@@ -755,7 +755,7 @@ class _Trunk(NamedTuple):
         return [*self.parts, TensorDictModule(head, [self.features], [key])]
 
 
-def _trunk_of(
+def _make_trunk(
     observation: Any,
     hidden: Sequence[int],
     activation: type[nn.Module],
@@ -780,10 +780,10 @@ def _trunk_of(
         prefix: of the entries that the parts write.
         state: name of the memory's states, which then begin with zeros at each run. Default None: they are stored.
     """
-    flags(norm=norm)
-    one_of("cnn", cnn, ("small", "impala"))
-    one_of("recurrent", recurrent, (None, "gru", "lstm"))
-    widths = [whole_number("hidden", size) for size in sizes("hidden", hidden)]
+    check_flags(norm=norm)
+    check_choice("cnn", cnn, ("small", "impala"))
+    check_choice("recurrent", recurrent, (None, "gru", "lstm"))
+    widths = [check_whole_number("hidden", size) for size in check_sizes("hidden", hidden)]
     if recurrent is not None and not widths:
         raise ValueError(
             f"hidden must have at least one size, that of the memory, with recurrent={recurrent!r}, got ()"
@@ -796,7 +796,7 @@ def _trunk_of(
     for key, path in observation_leaves(observation):
         if drop_mask and as_tuple(key)[0] == ACTION_MASK:
             continue
-        space: Any = part_of(observation, path)
+        space: Any = find_part(observation, path)
         if 0 in (space.shape or ()):  # a Box of shape (0,) or (3, 0): it tells nothing
             continue
 
@@ -874,7 +874,7 @@ class Encoder(nn.Module):
         cnn: Cnn = "small",
     ) -> None:
         super().__init__()
-        self.entries = nn.ModuleList([_entry_of(space, cnn) for space in leaves])
+        self.entries = nn.ModuleList([_make_encoder(space, cnn) for space in leaves])
 
         sizes = [sum(entry.size for entry in self.entries), *hidden]  # type: ignore[misc]
         layers: list[nn.Module] = []
@@ -906,7 +906,7 @@ class Encoder(nn.Module):
         return features
 
 
-def _entry_of(space: Any, cnn: Cnn) -> Any:
+def _make_encoder(space: Any, cnn: Cnn) -> Any:
     """Return the module that encodes an observation's entry."""
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         return OneHotEntry(space)
@@ -919,7 +919,7 @@ def _entry_of(space: Any, cnn: Cnn) -> Any:
     )
 
 
-def _rows_of(x: Tensor, shape: tuple[int, ...]) -> torch.Size:
+def _leading_dims(x: Tensor, shape: tuple[int, ...]) -> torch.Size:
     """The leading dims of an observation's entry ``[*B, *shape]``."""
     lead = max(x.ndim - len(shape), 0)
     if x.shape[lead:] != shape:
@@ -940,7 +940,7 @@ class VectorEntry(nn.Module):
 
     @override
     def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return x.reshape(*_rows_of(x, self.shape), self.size).to(dtype)
+        return x.reshape(*_leading_dims(x, self.shape), self.size).to(dtype)
 
     @override
     def extra_repr(self) -> str:
@@ -966,7 +966,7 @@ class OneHotEntry(nn.Module):
 
     @override
     def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        columns = x.reshape(*_rows_of(x, self.shape), -1).long() + self.start
+        columns = x.reshape(*_leading_dims(x, self.shape), -1).long() + self.start
         out = torch.zeros(*columns.shape[:-1], self.size, dtype=dtype, device=x.device)
         return out.scatter_(-1, columns, 1.0)
 
@@ -1007,7 +1007,7 @@ class ImageEntry(nn.Module):
 
     @override
     def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        rows = _rows_of(x, self.shape)
+        rows = _leading_dims(x, self.shape)
         x = x.reshape(-1, *self.shape)
         if len(self.shape) == 4 or self.last:
             x = x.movedim(-1, 1)

@@ -19,7 +19,14 @@ from torch.distributions import (
 )
 from torch.nn import functional as F
 
-from flatroll.layout.checks import dense_tensor, floating_tensor, number, shown, sizes, whole_number
+from flatroll.layout.checks import (
+    as_text,
+    check_dense_tensor,
+    check_floating_tensor,
+    check_number,
+    check_sizes,
+    check_whole_number,
+)
 
 #: log sqrt(2 pi), a constant of the normal density.
 _HALF_LOG_2_PI = 0.5 * math.log(2.0 * math.pi)
@@ -57,9 +64,9 @@ class JointCategorical(Distribution):
         shape: tuple[int, ...] = (),
         start: Tensor | int = 0,
     ) -> None:
-        floating_tensor("logits", logits)
-        nvec = sizes("nvec", nvec)
-        shape = sizes("shape", shape)
+        check_floating_tensor("logits", logits)
+        nvec = check_sizes("nvec", nvec)
+        shape = check_sizes("shape", shape)
         if not nvec or logits.shape[-1:] != (sum(nvec),):
             raise ValueError(
                 f"logits must have shape [*B, {sum(nvec)}], a number for each option of nvec={nvec}, got "
@@ -138,15 +145,15 @@ class CombinedCategorical(Distribution):
         shape: tuple[int, ...] | None = None,
         start: Tensor | int = 0,
     ) -> None:
-        floating_tensor("logits", logits)
-        nvec = sizes("nvec", nvec)
+        check_floating_tensor("logits", logits)
+        nvec = check_sizes("nvec", nvec)
         if not nvec or logits.shape[-1:] != (math.prod(nvec),):
             raise ValueError(
                 f"logits must have shape [*B, {math.prod(nvec)}], a number for each combination of nvec={nvec}, got "
                 f"{tuple(logits.shape)}"
             )
 
-        shape = (len(nvec),) if shape is None else sizes("shape", shape)
+        shape = (len(nvec),) if shape is None else check_sizes("shape", shape)
         _check_choices(nvec, shape, start)
         self.combinations = Categorical(logits=logits, validate_args=False)
         self.logits = logits
@@ -198,9 +205,9 @@ def _check_choices(nvec: tuple[int, ...], shape: tuple[int, ...], start: Tensor 
     if math.prod(shape) != len(nvec):
         raise ValueError(f"shape must have one element for each choice of nvec={nvec}, got {shape}")
     if isinstance(start, int):
-        whole_number("start", start, -(2**63))
-    elif dense_tensor("start", start).is_meta or start.shape not in ((), (len(nvec),)):
-        raise ValueError(f"start must be a number or have shape ({len(nvec)},), got {shown(start)}")
+        check_whole_number("start", start, -(2**63))
+    elif check_dense_tensor("start", start).is_meta or start.shape not in ((), (len(nvec),)):
+        raise ValueError(f"start must be a number or have shape ({len(nvec)},), got {as_text(start)}")
 
 
 @register_kl(CombinedCategorical, CombinedCategorical)  # type: ignore[untyped-decorator,no-untyped-call]
@@ -228,8 +235,8 @@ class JointBernoulli(Independent):  # type: ignore[type-arg]  # at run time it t
     """
 
     def __init__(self, logits: Tensor, *, shape: tuple[int, ...] | None = None) -> None:
-        floating_tensor("logits", logits)
-        shape = logits.shape[-1:] if shape is None else sizes("shape", shape)
+        check_floating_tensor("logits", logits)
+        shape = logits.shape[-1:] if shape is None else check_sizes("shape", shape)
         if logits.shape[-1:] != (math.prod(shape),):
             raise ValueError(
                 f"logits must have shape [*B, {math.prod(shape)}], a number for each flag of shape={tuple(shape)}, "
@@ -304,8 +311,8 @@ def _check_normal(loc: Tensor, scale: Tensor, event_dims: int) -> None:
     if plain and type(event_dims) is int and 0 <= event_dims <= loc.ndim:
         return  # hot path: called for every action
 
-    floating_tensor("loc", loc)
-    floating_tensor("scale", scale, loc.device, "loc")
+    check_floating_tensor("loc", loc)
+    check_floating_tensor("scale", scale, loc.device, "loc")
     if loc.shape != scale.shape:
         try:
             torch.broadcast_shapes(loc.shape, scale.shape)  # type: ignore[no-untyped-call]  # torch's own
@@ -314,7 +321,7 @@ def _check_normal(loc: Tensor, scale: Tensor, event_dims: int) -> None:
                 f"scale must have the shape of loc, {tuple(loc.shape)}, got {tuple(scale.shape)}"
             ) from error
 
-    whole_number("event_dims", event_dims, 0, max(loc.ndim, scale.ndim))
+    check_whole_number("event_dims", event_dims, 0, max(loc.ndim, scale.ndim))
 
 
 def _bound(name: str, end: Tensor | float, loc: Tensor, event_dims: int) -> Tensor | float:
@@ -322,15 +329,15 @@ def _bound(name: str, end: Tensor | float, loc: Tensor, event_dims: int) -> Tens
     if type(end) is float and end == end:
         return end
     if not isinstance(end, Tensor):
-        return float(number(name, end))
+        return float(check_number(name, end))
 
-    dense_tensor(name, end)
+    check_dense_tensor(name, end)
     shape = loc.shape[loc.ndim - event_dims :]
     fits = end.ndim <= len(shape) and all(
         n in (1, m) for n, m in zip(end.shape[::-1], shape[::-1], strict=False)
     )
     if end.is_meta != loc.is_meta or not fits:
-        raise ValueError(f"{name} must be a number or of shape {tuple(shape)}, got {shown(end)}")
+        raise ValueError(f"{name} must be a number or of shape {tuple(shape)}, got {as_text(end)}")
     return end
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from flatroll.kernels import segmented_scan
-from flatroll.layout.checks import number
+from flatroll.layout.checks import check_number
 from flatroll.modules.backends.packing import States
 from flatroll.modules.networks import check_sizes
 from flatroll.modules.stateful import StatefulModule, StatefulOptions
@@ -25,7 +25,7 @@ class LinearRecurrence(StatefulModule):
         dropout: float,
         **options: Unpack[StatefulOptions],
     ) -> None:
-        number("dropout", dropout, least=0, below=1)
+        check_number("dropout", dropout, least=0, below=1)
         super().__init__((num_layers, hidden_size), **options)
         self.input_size = input_size
         self.hidden_size = hidden_size

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Literal, ParamSpec, TypeAlias, TypeVar
 
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import check_whole_number
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -31,7 +31,7 @@ _BODY_RUNS_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, in
 Mode: TypeAlias = bool | Literal["recurrent", "sequential"] | None
 
 
-def named_mode(name: str, mode: Mode) -> bool | None:
+def check_mode(name: str, mode: Mode) -> bool | None:
     """Convert a mode (bool, None, ``"recurrent"``, ``"sequential"``) to True, False or None.
 
     Raises:
@@ -95,11 +95,11 @@ class set_recurrent_mode:
 
     def __init__(self, mode: Mode = True, *, burn_in: int = 0) -> None:
         # Losses and estimators enter this at every call with True and no burn-in, so skip the checks for both.
-        self._mode = mode if isinstance(mode, bool) else named_mode("mode", mode)
+        self._mode = mode if isinstance(mode, bool) else check_mode("mode", mode)
         if type(burn_in) is int and burn_in == 0:
             self._burn_in = 0
         else:
-            self._burn_in = whole_number("burn_in", burn_in, 0)
+            self._burn_in = check_whole_number("burn_in", burn_in, 0)
         if burn_in and not self._mode:
             raise ValueError(f"burn_in={burn_in} needs the recurrent mode, which has runs, got mode={mode!r}")
 

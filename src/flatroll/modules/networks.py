@@ -5,7 +5,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from flatroll.layout.checks import flags, floating_dtype, number, torch_device, whole_number
+from flatroll.layout.checks import (
+    check_device,
+    check_flags,
+    check_floating_dtype,
+    check_number,
+    check_whole_number,
+)
 from flatroll.modules.backends.packing import States
 from flatroll.modules.backends.scan import OPERATORS, run_layers
 
@@ -21,15 +27,15 @@ def check_sizes(
     dtype: torch.dtype | None = None,
 ) -> None:
     """Raise TypeError or ValueError, naming the argument, unless these can build a recurrent network."""
-    whole_number("input_size", input_size)
-    whole_number("hidden_size", hidden_size)
-    whole_number("num_layers", num_layers)
-    flags(bias=bias, bidirectional=bidirectional)
-    number("dropout", dropout, least=0, most=1)
+    check_whole_number("input_size", input_size)
+    check_whole_number("hidden_size", hidden_size)
+    check_whole_number("num_layers", num_layers)
+    check_flags(bias=bias, bidirectional=bidirectional)
+    check_number("dropout", dropout, least=0, most=1)
     if device is not None:
-        torch_device("device", device)
+        check_device("device", device)
     if dtype is not None:
-        floating_dtype("dtype", dtype)
+        check_floating_dtype("dtype", dtype)
 
 
 class _OfOperators(nn.RNNBase):
@@ -49,7 +55,7 @@ class _OfOperators(nn.RNNBase):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        flags(bidirectional=bidirectional, batch_first=batch_first)
+        check_flags(bidirectional=bidirectional, batch_first=batch_first)
         if bidirectional or not batch_first:
             raise ValueError(
                 f"{self.kind} runs forward in time over [B, T, input_size], got bidirectional={bidirectional}, "
@@ -95,7 +101,7 @@ class GRU(_OfOperators):
     """A GRU like :class:`torch.nn.GRU` that ``torch.compile`` compiles to one graph.
 
     The names and shapes of its weights are those of the stock network, so that state dicts load both ways, and its
-    results are the same but for rounding. It is differentiable once.
+    results are the same except for rounding. It is differentiable once.
 
     Args:
         input_size, hidden_size, num_layers, bias, dropout, device, dtype: as in the stock network.
@@ -146,7 +152,7 @@ NETWORKS: dict[str, tuple[type[nn.GRU] | type[nn.LSTM], type[GRU] | type[LSTM]]]
 }
 
 
-def with_weights_of(kind: type[Any], net: nn.RNNBase) -> nn.RNNBase:
+def share_weights(kind: type[Any], net: nn.RNNBase) -> nn.RNNBase:
     """Create a network of this class that shares its parameters with ``net``."""
     sizes = (net.input_size, net.hidden_size, net.num_layers, net.bias)
     options = {"dropout": net.dropout, "bidirectional": net.bidirectional}

@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from flatroll.layout.checks import expect, number
+from flatroll.layout.checks import check_number, check_type
 from flatroll.layout.keys import NestedKey
 
 
@@ -45,7 +45,7 @@ class TensorDictPrimer:
         *,
         default_value: float | Mapping[NestedKey, float] = 0.0,
     ) -> None:
-        expect("primers", primers, Mapping, "a dict of initial states by key")
+        check_type("primers", primers, Mapping, "a dict of initial states by key")
 
         shaped = [key for key, value in primers.items() if not isinstance(value, Tensor)]
         if isinstance(default_value, Mapping):
@@ -53,7 +53,7 @@ class TensorDictPrimer:
         else:
             numbers = dict.fromkeys(shaped, default_value)
         for key, start in numbers.items():
-            number("default_value", start, hint=f"it fills primers[{key!r}]")
+            check_number("default_value", start, hint=f"it fills primers[{key!r}]")
         if set(numbers) != set(shaped):
             raise ValueError(
                 f"default_value must have a number for each of {shaped}, the primers that are not tensors, "

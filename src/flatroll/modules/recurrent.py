@@ -7,11 +7,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from flatroll.layout.checks import flags, one_of
+from flatroll.layout.checks import check_choice, check_flags
 from flatroll.modules.backends.choice import BACKENDS, by_row, check_backend
 from flatroll.modules.backends.dense import dense_gru, few_long_runs
 from flatroll.modules.backends.packing import States, call, run_index
-from flatroll.modules.networks import GRU, LSTM, NETWORKS, check_sizes, with_weights_of
+from flatroll.modules.networks import GRU, LSTM, NETWORKS, check_sizes, share_weights
 from flatroll.modules.stateful import StatefulModule, StatefulOptions
 
 #: From this many rows on, a step of the stock LSTM is faster on the CPU than a step of LSTMCell.
@@ -43,7 +43,7 @@ def _wrapped_network(
     mode: str, network: nn.RNNBase | None, sizes: NetworkSizes, python_based: bool
 ) -> nn.RNNBase:
     """The network to wrap: the existing one, or a new one of these sizes."""
-    flags(batch_first=sizes.batch_first, python_based=python_based)
+    check_flags(batch_first=sizes.batch_first, python_based=python_based)
     name = mode.lower()
     stock, of_operators = NETWORKS[mode]
     shown = f"got input_size={sizes.input_size}, hidden_size={sizes.hidden_size}"
@@ -71,7 +71,7 @@ def _wrapped_network(
         raise ValueError(f"{name} must not project its output, got proj_size={network.proj_size}")
 
     if python_based and not isinstance(network, of_operators):
-        return with_weights_of(of_operators, network)
+        return share_weights(of_operators, network)
     return network
 
 
@@ -102,7 +102,7 @@ class RecurrentModule(StatefulModule):
         python_based: bool = False,
         **options: Unpack[StatefulOptions],
     ) -> None:
-        one_of("recurrent_recompute", recurrent_recompute, ("none", "full"))
+        check_choice("recurrent_recompute", recurrent_recompute, ("none", "full"))
         net = _wrapped_network(self.kind, network, sizes, python_based)
         check_backend(recurrent_backend, net)
         layers = net.num_layers
@@ -137,7 +137,7 @@ class RecurrentModule(StatefulModule):
         return self._switch_network(NETWORKS[self.net.mode][0])
 
     def _switch_network(self, kind: type[nn.RNNBase]) -> Self:
-        net = with_weights_of(kind, self.net)
+        net = share_weights(kind, self.net)
         check_backend(self.recurrent_backend, net)
         setattr(self, net.mode.lower(), net)
         return self

@@ -11,7 +11,7 @@ from tensordict.nn import TensorDictModuleBase, dispatch
 from torch import Tensor, nn
 
 from flatroll.layout.boundaries import run_ends, starts_from
-from flatroll.layout.checks import expect, need_keys, number, sizes
+from flatroll.layout.checks import check_keys, check_number, check_sizes, check_type
 from flatroll.layout.delta import decode_delta
 from flatroll.layout.final import check_final, read_final
 from flatroll.layout.keys import (
@@ -83,8 +83,8 @@ class RunningNorm(TensorDictModuleBase):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        need_keys(in_key=in_key)
-        need_keys(optional=True, out_key=out_key)
+        check_keys(in_key=in_key)
+        check_keys(optional=True, out_key=out_key)
 
         *folders, name = as_tuple(in_key)
         if out_key is None:
@@ -94,12 +94,12 @@ class RunningNorm(TensorDictModuleBase):
         self.in_keys: list[Any] = [self.in_key]
         self.out_keys: list[Any] = [self.out_key]
 
-        self.shape = torch.Size(sizes("shape", shape))
+        self.shape = torch.Size(check_sizes("shape", shape))
         if clip is None:
             self.clip = None
         else:
-            self.clip = float(number("clip", clip, above=0))
-        self.epsilon = float(number("epsilon", epsilon, above=0, below=math.inf))
+            self.clip = float(check_number("clip", clip, above=0))
+        self.epsilon = float(check_number("epsilon", epsilon, above=0, below=math.inf))
         self.statistics = Moments(self.shape, device)
 
     @property
@@ -284,7 +284,7 @@ def update_norms(network: nn.Module, batch: TensorDictBase, *, final: TensorDict
     >>> [norm.statistics.mean.item() for norm in norms]
     [2.0, 5.0]
     """
-    expect("network", network, nn.Module, "a policy, a loss or another torch module")
+    check_type("network", network, nn.Module, "a policy, a loss or another torch module")
     norms: dict[int, RunningNorm] = {}
     for part in network.modules():
         if isinstance(part, RunningNorm):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flatroll.kernels.scan import is_tracing
 from flatroll.layout.boundaries import run_starts, steps_into_run
-from flatroll.layout.checks import key_names, need_keys, one_of
+from flatroll.layout.checks import check_choice, check_key_names, check_keys
 from flatroll.layout.following import check_runs_in_order
 from flatroll.layout.keys import (
     DONE,
@@ -28,7 +28,7 @@ from flatroll.layout.keys import (
     require,
 )
 from flatroll.modules.backends.packing import States
-from flatroll.modules.mode import Mode, burn_in_rows, named_mode, recurrent_mode
+from flatroll.modules.mode import Mode, burn_in_rows, check_mode, recurrent_mode
 from flatroll.modules.primer import TensorDictPrimer
 
 # The order of rows is checked in the first calls and in every 16th one after them.
@@ -61,10 +61,10 @@ def _key_list(
         raise ValueError(f"exactly one of {name} and {name}s must be given, got {key!r} and {keys!r}")
     if isinstance(keys, str):
         raise TypeError(f"{name}s must be a list of keys, got the string {keys!r}: pass {name}={keys!r}")
-    need_keys(optional=True, **{name: key})
+    check_keys(optional=True, **{name: key})
 
     if key is None:
-        keys = key_names(f"{name}s", keys)
+        keys = check_key_names(f"{name}s", keys)
     else:
         keys = (key, *states)
     chosen = [plain_key(k) for k in keys]
@@ -109,8 +109,8 @@ class StatefulModule(TensorDictModuleBase):
         super().__init__()
         for name in unknown:  # the error names the caller's class
             raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}")
-        one_of("state", state, ("stored", "zero"))
-        need_keys(done_key=done_key, traj_key=traj_key)
+        check_choice("state", state, ("stored", "zero"))
+        check_keys(done_key=done_key, traj_key=traj_key)
 
         states = self.state_keys
         read = _key_list("in_key", in_key, in_keys, states)
@@ -131,7 +131,7 @@ class StatefulModule(TensorDictModuleBase):
         self._done_key = done_key
         self._traj_key = traj_key
 
-        self.default_recurrent_mode = bool(named_mode("default_recurrent_mode", default_recurrent_mode))
+        self.default_recurrent_mode = bool(check_mode("default_recurrent_mode", default_recurrent_mode))
         self.state = state
         self._state_shape = state_shape
 

@@ -11,13 +11,13 @@ import torch
 from gymnasium.vector import AsyncVectorEnv
 from tensordict.nn import InteractionType
 
-from flatroll.layout.checks import flags, one_of, shown, torch_device
+from flatroll.layout.checks import as_text, check_choice, check_device, check_flags
 from flatroll.wrappers.adapt_env import adapt_env, find_stream
 from flatroll.wrappers.agents_source import PettingZooSource, parallel_envs
 from flatroll.wrappers.gym_source import split_async
 from flatroll.wrappers.markers import StepCounter, TrajId, find_wrapper
 from flatroll.wrappers.source import EnvLike
-from flatroll.wrappers.stream import Moves, moves_of
+from flatroll.wrappers.stream import Moves, shared_moves
 
 #: An env, a function that makes one, or a list of them for ``splits``.
 EnvSource: TypeAlias = EnvLike | Callable[[], EnvLike] | Sequence[EnvLike | Callable[[], EnvLike]]
@@ -58,7 +58,7 @@ def _integer(name: str, value: object) -> int:
     except (TypeError, RuntimeError):  # a tensor of several numbers has __index__, too
         pass
 
-    raise TypeError(f"{name} must be an integer, got {shown(value)}")
+    raise TypeError(f"{name} must be an integer, got {as_text(value)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +93,8 @@ def make_devices(
     """
     given = {"device": device, "policy_device": policy_device, "storing_device": storing_device}
     where = {name: None if one is None else usable_device(name, one) for name, one in given.items()}
-    flags(no_cuda_sync=no_cuda_sync)
-    if env_device is not None and torch_device("env_device", env_device).type != env.type:
+    check_flags(no_cuda_sync=no_cuda_sync)
+    if env_device is not None and check_device("env_device", env_device).type != env.type:
         raise ValueError(
             f"env_device={str(env_device)!r}, but the env's arrays are on {env}: move the env, "
             "or wrap it with as_vector_env(env, framework='torch', device=...)"
@@ -115,12 +115,12 @@ def make_devices(
     )
 
 
-def exploration_of(exploration_type: InteractionType | str) -> InteractionType:
+def check_exploration_type(exploration_type: InteractionType | str) -> InteractionType:
     """Return how probabilistic modules choose; ValueError for a name that tensordict does not have."""
     if isinstance(exploration_type, InteractionType):
         return exploration_type
     kinds: Any = InteractionType
-    return InteractionType(one_of("exploration_type", exploration_type, [kind.value for kind in kinds]))
+    return InteractionType(check_choice("exploration_type", exploration_type, [kind.value for kind in kinds]))
 
 
 def check_together(ids: bool, trajs: int | None, split: bool, to_buffer: bool, interruptor: object) -> None:
@@ -203,7 +203,7 @@ def make_env(
 
     if obs_dtype is not None:
         env = adapt_env(env, dtype=obs_dtype)
-    if device is not None and torch_device("env_device", device).type != "cpu":
+    if device is not None and check_device("env_device", device).type != "cpu":
         env = adapt_env(env)
         stream = find_stream(env)
         if stream is not None and stream.capabilities.framework == "numpy":
@@ -221,7 +221,7 @@ def make_env(
 
 def usable_device(name: str, device: torch.device | str) -> torch.device:
     """Return the argument as a `torch.device`; ValueError if torch cannot use it here."""
-    wanted = torch_device(name, device)
+    wanted = check_device(name, device)
     if wanted.type == "meta":
         raise ValueError(f"{name}='meta' cannot be used here: tensors on it have no values")
 
@@ -268,7 +268,7 @@ def make_envs(
             )
         if splits > whole.num_envs:
             raise ValueError(f"splits={splits} needs at least {splits} envs, got {whole.num_envs}")
-        moves = moves_of(whole)
+        moves = shared_moves(whole)
         envs = [make_env(part, obs_dtype, device, max_steps, undo) for part in split_async(whole, splits)]
 
     return [env for env, _ in envs], moves, made

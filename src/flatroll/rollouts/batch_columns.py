@@ -25,7 +25,7 @@ from flatroll.layout.keys import (
     next_key,
     plain_key,
 )
-from flatroll.layout.spaces import observation_leaves, part_of, space_leaves
+from flatroll.layout.spaces import find_part, observation_leaves, space_leaves
 from flatroll.specs import Categorical, Composite, TensorSpec, Unbounded, as_spec
 from flatroll.wrappers.adapt_env import adapt_env, find_stream
 from flatroll.wrappers.compact import ObservationDelta
@@ -159,7 +159,7 @@ def spec_of_columns(keys: ColumnKeys, env: VectorEnv[Any, Any, Any], compact: bo
     unknown = stream is not None and stream.hides_final_obs  # its hidden last observations are filled in
 
     for key, path in zip(keys.obs, keys.obs_paths, strict=True):
-        spec = as_spec(part_of(env.single_observation_space, path))
+        spec = as_spec(find_part(env.single_observation_space, path))
         rows.append((key, spec))
         if key in keys.deltas:
             rows.append(((*DELTA, *as_tuple(key)), Unbounded(spec.shape, dtype=keys.delta_dtype)))
@@ -167,7 +167,7 @@ def spec_of_columns(keys: ColumnKeys, env: VectorEnv[Any, Any, Any], compact: bo
             rows.append((next_key(key), spec))
 
     for key, path in zip(keys.actions, keys.action_paths, strict=True):
-        rows.append((key, as_spec(part_of(env.single_action_space, path))))
+        rows.append((key, as_spec(find_part(env.single_action_space, path))))
     flag = Categorical(2, (1,), dtype=torch.bool)
     count = Unbounded((1,), dtype=torch.int64)
     rows += [(REWARD, Unbounded((1,), dtype=torch.float32))]

@@ -11,15 +11,15 @@ from tensordict import TensorDict
 from tensordict.nn import InteractionType
 from torch import Tensor, nn
 
-from flatroll.layout.checks import SCALED, flags, function, seed_number, warn_of_scales
+from flatroll.layout.checks import SCALED, check_flags, check_function, check_seed, warn_of_scales
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import DONE, NestedKey, marker, require
 from flatroll.layout.trajectories import mark_cuts, split_trajectories
 from flatroll.rollouts.arguments import (
     EnvSource,
     check_counts,
+    check_exploration_type,
     check_together,
-    exploration_of,
     make_devices,
     make_envs,
 )
@@ -173,8 +173,8 @@ class Collector(Facts):
         interruptor: Interruptor | None = None,
         progress: bool = False,
     ) -> None:
-        exploration = exploration_of(exploration_type)
-        flags(
+        exploration = check_exploration_type(exploration_type)
+        check_flags(
             compact_obs=compact_obs,
             track_traj_ids=track_traj_ids,
             set_truncated=set_truncated,
@@ -183,21 +183,18 @@ class Collector(Facts):
             track_policy_version=track_policy_version,
             progress=progress,
         )
-
         hooks = {
             "postproc": postproc,
             "pre_collect_hook": pre_collect_hook,
             "post_collect_hook": post_collect_hook,
         }
-
         for name, hook in hooks.items():
             if hook is not None:
-                function(name, hook)
-
+                check_function(name, hook)
         if auto_register_policy_transforms is not None:
-            flags(auto_register_policy_transforms=auto_register_policy_transforms)
+            check_flags(auto_register_policy_transforms=auto_register_policy_transforms)
         if seed is not None:
-            seed = seed_number("seed", seed)
+            seed = check_seed("seed", seed)
         check_counts(
             frames_per_batch=frames_per_batch,
             total_frames=total_frames,
@@ -208,7 +205,6 @@ class Collector(Facts):
             splits=splits,
         )
         check_together(track_traj_ids, trajs_per_batch, split_trajs, replay_buffer is not None, interruptor)
-
         with ExitStack() as undo:
             envs, moves, self._made_env = make_envs(
                 create_env_fn, splits, obs_dtype, env_device, max_frames_per_traj, undo
@@ -218,7 +214,6 @@ class Collector(Facts):
             given = device, env_device, policy_device, storing_device, no_cuda_sync
             devices = make_devices(runner.device, *given)
             steps = -(-frames_per_batch // runner.num_envs)  # rounded up
-
             wire = auto_register_policy_transforms is not False
             runner.start(
                 policy,
@@ -230,40 +225,34 @@ class Collector(Facts):
                 state_stride=state_stride,
             )
             undo.pop_all()
-
         self._runner = runner
         self._devices = devices
         self.env = runner.env
         self.policy = policy
-
         self.frames_per_batch = frames_per_batch
         self.total_frames = total_frames
         self._random_frames = init_random_frames
         self._reset_each_iter = reset_at_each_iter
         self._set_truncated = set_truncated
         self._split_trajs = split_trajs
-
         if replay_buffer is not None and not hasattr(replay_buffer, "extend"):
             wanted = "have a method extend, as a ReplayBuffer has"
             raise TypeError(f"replay_buffer must {wanted}, got {type(replay_buffer).__name__}")
+        self._postproc = postproc
         self._buffer = replay_buffer
         self._interruptor = interruptor
-        self._postproc = postproc
         self._pre_hook = pre_collect_hook
         self._post_hook = post_collect_hook
         self._compact = compact_obs or runner.asks_compact
-
         self._scaled = any(map(scales_by_running_statistics, runner.envs))
         if self._scaled and replay_buffer is not None:
             warn_of_scales(stacklevel=2)
-
         self._joiner = TrajectoryJoiner(trajs_per_batch, runner.keys.traj) if trajs_per_batch else None
         self._bar = ProgressBar(total_frames, runner.keys.returns)
         self._seed = seed
         self._seeded_at = 0
         self._progress = progress
         self._closed = False
-
         note_spec = getattr(replay_buffer, "note_spec", None)
         if note_spec is not None:
             note_spec(self.spec)
@@ -320,11 +309,7 @@ class Collector(Facts):
     @property
     def rows_held(self) -> int:
         """Number of collected rows that are not yet in a batch; later batches contain them."""
-        if self._joiner is None:
-            waiting = 0
-        else:
-            waiting = self._joiner.waiting
-        return self._runner.window.count() + waiting
+        return self._runner.window.count() + (0 if self._joiner is None else self._joiner.waiting)
 
     def stats(self) -> dict[str, int]:
         """Return ``frames``, ``rows_held`` and ``policy_version`` for logging, named as in `MultiCollector.stats`."""
@@ -369,7 +354,7 @@ class Collector(Facts):
         Returns:
             ``seed + E``, the first unused seed (Gymnasium's env ``e`` uses ``seed + e``).
         """
-        seed = seed_number("seed", seed)
+        seed = check_seed("seed", seed)
         self._seed, self._seeded_at = seed, self._frames
         self._runner.random.seed(seed)
         self.reset()
@@ -410,26 +395,17 @@ class Collector(Facts):
 
     def _facts(self) -> dict[str, Any]:
         """Return what `repr` and notebooks show."""
-        if self.total_frames >= 0:
-            total = f" of {self.total_frames:,}"
-        else:
-            total = ""
-
+        total = f" of {self.total_frames:,}" if self.total_frames >= 0 else ""
         policy = "random actions" if self.policy is None else getattr(self.policy, "__name__", None)
         facts = {
             "": f"{self._frames:,}{total} frames",
             "env": self.env,
             "policy": policy or type(self.policy).__name__,
         }
-
         facts["frames_per_batch"] = f"{self.frames_per_batch:,}"
         if self._buffer is not None:
             facts["replay_buffer"] = self._buffer
-        if self._closed:
-            state = {"state": "closed"}
-        else:
-            state = {}
-        return facts | state
+        return facts | ({"state": "closed"} if self._closed else {})
 
     def __enter__(self) -> "Collector":
         return self
@@ -444,21 +420,11 @@ class Collector(Facts):
         env.
         """
         ids = [marker.state_dict() for marker in self._id_markers()]
-        if ids:
-            newest = max(ids, key=lambda state: state["episode"])
-        else:
-            newest = None
-
-        if isinstance(self.policy, nn.Module):
-            policy = self.policy.state_dict()
-        else:
-            policy = None
-
         return {
             "frames": self._frames,
-            "traj_ids": newest,
+            "traj_ids": max(ids, key=lambda state: state["episode"]) if ids else None,
             "random": self._runner.random.state_dict(),
-            "policy": policy,
+            "policy": self.policy.state_dict() if isinstance(self.policy, nn.Module) else None,
             "policy_version": self._version,
             "vector_steps": self._runner.window.before + self._runner.window.steps,
         }
@@ -474,7 +440,6 @@ class Collector(Facts):
         if state["traj_ids"] is not None:
             for marker in self._id_markers():
                 marker.load_state_dict(state["traj_ids"])
-
         runner.random.load_state_dict(state["random"])
         if isinstance(self.policy, nn.Module) and state["policy"] is not None:
             self.policy.load_state_dict(state["policy"])
@@ -515,7 +480,6 @@ class Collector(Facts):
         joiner = self._joiner
         keys = self._runner.keys
         note = getattr(self._buffer, "note_waiting", None)
-
         reset_first = self._reset_each_iter
         while True:
             ends = 0 < total <= self._frames
@@ -529,13 +493,11 @@ class Collector(Facts):
                     return (joined, None)
                 if note is not None:
                     note(joiner.waiting)
-
             if ends:
                 return None
             batch, final = self._collect(reset_first)
             if joiner is None:
                 return batch, final
-
             # Windows of one batch continue: an episode longer than a window must be able to end.
             reset_first = False
             joiner.add(batch)
@@ -546,7 +508,6 @@ class Collector(Facts):
         if self._pre_hook is not None:
             self._pre_hook()
         began = perf_counter()
-
         runner = self._runner
         frames = self.frames_per_batch
         random_frames = self._random_frames
@@ -559,13 +520,10 @@ class Collector(Facts):
                     streams = map(find_stream, runner.envs)
                     if not any(stream is not None and stream.capabilities.seedable for stream in streams):
                         seed = None
-
                 runner.reset(seed)
             elif reset_first and runner.window.count() < frames:
                 runner.reset()
-
             may_be_random = self._frames < random_frames
-
             stop = self._interruptor
             while (missing := frames - runner.window.count()) > 0:
                 # The minimum number of vector steps; more may be needed if envs only reset in some rows.
@@ -576,12 +534,10 @@ class Collector(Facts):
                     # Counting rows may sync with the device: do it only while random rows are needed.
                     random = may_be_random and self._frames + runner.window.count() < random_frames
                     runner.step(random)
-
             # Take the first rows in time order; the rest of the last vector step stays for the next batch.
             mask, reached = runner.window.first_cells(frames)
             batch, final = runner.lay_out(mask, self._compact and self._joiner is None)
             runner.window.restart(reached)
-
         if self._progress:
             self._bar.show(batch, self._frames, began)
         self._frames += frames
@@ -594,12 +550,10 @@ class Collector(Facts):
             batch = mark_cuts(batch, is_init_key=keys.init, traj_key=keys.traj)
         storing = self._devices.storing
         wait = not self._devices.blocking
-
         if storing is not None:
             batch = batch.to(storing, non_blocking=wait)
             if final is not None:
                 final = final.to(storing, non_blocking=wait)
-
         self.final = final
         if self._scaled:
             setattr(batch, SCALED, self._buffer is None)  # a buffer has warned already
@@ -609,18 +563,11 @@ class Collector(Facts):
             batch = self._postproc(batch)
             if batch is None:
                 raise TypeError("postproc returned None: it must return the batch")
-
         if self._post_hook is not None:
             self._post_hook(batch)
         if self._buffer is None:
             return batch
-
-        if final is None:
-            options = {}
-        else:
-            options = {"final": final}
-        self._buffer.extend(batch, **options)
-
+        self._buffer.extend(batch, **({} if final is None else {"final": final}))
         return None
 
 
@@ -644,11 +591,7 @@ class TrajectoryJoiner:
     @property
     def waiting(self) -> int:
         """Number of rows that are not yet in a batch."""
-        if self._open is None:
-            opened = 0
-        else:
-            opened = len(self._open)
-        return sum(map(len, self._ready)) + opened
+        return sum(map(len, self._ready)) + (0 if self._open is None else len(self._open))
 
     def add(self, batch: TensorDict) -> None:
         """Add a flat batch; trajectories that it completes become available to :meth:`pop`."""
@@ -659,7 +602,6 @@ class TrajectoryJoiner:
         # Stable: the rows of one trajectory keep their order in time.
         rows = rows[require(rows, self._traj_key).argsort(stable=True)]
         ids = require(rows, self._traj_key)
-
         # Rows are sorted by id: find the last row of each trajectory (bool [N]) and its row count.
         last = torch.ones_like(ids, dtype=torch.bool)
         last[:-1] = ids[1:] != ids[:-1]
@@ -668,7 +610,6 @@ class TrajectoryJoiner:
         if not bool(complete.any()):
             self._open = rows
             return
-
         mask = complete.repeat_interleave(lengths)  # from one bool per trajectory to one per row
         self._open = rows[~mask]
         pieces: Any = rows[mask].split(lengths[complete].tolist())
@@ -676,16 +617,10 @@ class TrajectoryJoiner:
 
     def pop(self, last: bool) -> TensorDict | None:
         """Return the next ``per_batch`` complete trajectories, or fewer if it is the last batch; or None."""
-        if last:
-            least = 1
-        else:
-            least = self.per_batch
-
-        if len(self._ready) < least:
+        if len(self._ready) < (1 if last else self.per_batch):
             return None
         ready = self._ready[: self.per_batch]
         self._ready = self._ready[self.per_batch :]
-
         return cast(TensorDict, TensorDict.cat(ready))
 
     def drop_open_but(self, ids: Tensor) -> None:

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from flatroll.layout.checks import (
     as_numbers,
-    expect,
-    key_names,
-    number,
-    one_of,
-    seed_number,
-    whole_number,
+    check_choice,
+    check_key_names,
+    check_number,
+    check_seed,
+    check_type,
+    check_whole_number,
 )
 from flatroll.layout.keys import REWARD, TERMINATED, TRUNCATED, NestedKey, as_tuple, next_key
-from flatroll.rollouts.arguments import exploration_of, make_devices, make_env
+from flatroll.rollouts.arguments import check_exploration_type, make_devices, make_env
 from flatroll.rollouts.policies import Policy
 from flatroll.rollouts.pool_runner import PoolRunner, lead_pool
 from flatroll.rollouts.runner import Runner
@@ -160,21 +160,21 @@ def evaluate(
     >>> found.returns.shape, found.envs.tolist()
     (torch.Size([10]), [0, 0, 1, 1, 2, 2, 2, 3, 3, 3])
     """
-    whole_number("episodes", episodes)
+    check_whole_number("episodes", episodes)
     if max_steps is not None:
-        whole_number("max_steps", max_steps)
+        check_whole_number("max_steps", max_steps)
     if film is not None:
-        one_of("film", film, ("best", "worst", "first"))
+        check_choice("film", film, ("best", "worst", "first"))
     if seed is not None:
-        seed = seed_number("seed", seed)
+        seed = check_seed("seed", seed)
 
-    exploration = exploration_of(exploration_type)
+    exploration = check_exploration_type(exploration_type)
 
     with ExitStack() as undo:
         made, is_own = make_env(env, obs_dtype, None, max_steps, undo)
         if not is_own:
             undo.pop_all()
-        names = key_names("info_keys", info_keys)
+        names = check_key_names("info_keys", info_keys)
         marked = _columns_of_markers(made, names)
         runner = lead_pool(Runner(made, info_keys=[name for name in names if name not in marked]))
         devices = make_devices(runner.device, policy_device=policy_device)
@@ -458,16 +458,18 @@ class Evaluator:
         **options: Unpack[EvaluateOptions],
     ) -> None:
         hint = "evaluate() takes functions"
-        self.policy = expect("policy", policy, nn.Module, "an nn.Module, whose weights are kept", hint=hint)
+        self.policy = check_type(
+            "policy", policy, nn.Module, "an nn.Module, whose weights are kept", hint=hint
+        )
         self.env = env
         self.options = options
-        self.episodes = whole_number("episodes", episodes)
-        self.every = whole_number("every", every)
+        self.episodes = check_whole_number("episodes", episodes)
+        self.every = check_whole_number("every", every)
 
         if stop_at is None:
             self.stop_at = None
         else:
-            self.stop_at = number("stop_at", stop_at)
+            self.stop_at = check_number("stop_at", stop_at)
 
         self.history: list[tuple[int, Evaluation]] = []
         self.best_weights: dict[str, Any] | None = None
@@ -572,9 +574,9 @@ def _bootstrap(
     if not table.numel():
         raise ValueError(f"values (or scores) must have at least one number, got shape {tuple(table.shape)}")
 
-    seed = seed_number("seed", seed)
-    number("confidence", confidence, above=0, below=1)
-    whole_number("resamples", resamples)
+    seed = check_seed("seed", seed)
+    check_number("confidence", confidence, above=0, below=1)
+    check_whole_number("resamples", resamples)
     table = table.cpu()
     generator = torch.Generator().manual_seed(seed)
     drawn = []

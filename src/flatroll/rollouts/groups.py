@@ -6,8 +6,8 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import InteractionType
 
-from flatroll.layout.checks import seed_number, whole_number
-from flatroll.rollouts.arguments import exploration_of, make_devices
+from flatroll.layout.checks import check_seed, check_whole_number
+from flatroll.rollouts.arguments import check_exploration_type, make_devices
 from flatroll.rollouts.policies import Policy
 from flatroll.rollouts.runner import Runner
 from flatroll.wrappers.source import EnvLike
@@ -49,12 +49,12 @@ class GroupCollector:
         seed: int | None = None,
         exploration_type: InteractionType | str = InteractionType.RANDOM,
     ) -> None:
-        self.steps_per_batch = whole_number("steps_per_batch", steps_per_batch, 1)
+        self.steps_per_batch = check_whole_number("steps_per_batch", steps_per_batch, 1)
         policies = policies or {}
         if unknown := set(policies) - set(groups):
             raise ValueError(f"policies must name groups of {list(groups)}, got {sorted(unknown)}")
 
-        self._seed = None if seed is None else seed_number("seed", seed)
+        self._seed = None if seed is None else check_seed("seed", seed)
 
         self._runners: dict[str, Runner] = {}
         for name, env in groups.items():
@@ -64,7 +64,7 @@ class GroupCollector:
                 policies.get(name),
                 steps_per_batch,
                 devices=make_devices(runner.device),
-                exploration=exploration_of(exploration_type),
+                exploration=check_exploration_type(exploration_type),
                 seed=self._seed,
             )
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from flatroll.layout.keys import ACTION, IS_INIT, NestedKey, as_tuple, next_key, plain_key
 from flatroll.layout.tensordict_seam import (
-    base_keys_of,
     call_policy,
     exchange_interaction_type,
+    find_base_keys,
     get_entry,
     nest,
 )
@@ -106,7 +106,7 @@ def as_function_of_obs(
             raise
 
         if action is None or (one_action and isinstance(action, (tuple, dict, TensorDictBase))):
-            raise _no_action(policy, type(action).__name__)
+            raise _no_action_error(policy, type(action).__name__)
         return action
 
     return act
@@ -140,7 +140,7 @@ class ModulePolicy:
         self._space = space
         self._num_envs = num_envs
         self._devices = devices
-        out_keys = map(as_tuple, (*policy.out_keys, *base_keys_of(policy)))
+        out_keys = map(as_tuple, (*policy.out_keys, *find_base_keys(policy)))
         leaves = [*map(as_tuple, action_keys)]
         parts = policy.modules() if isinstance(policy, nn.Module) else ()
         recomputed = {as_tuple(key) for part in parts for key in getattr(part, "recomputed_keys", ())}
@@ -199,10 +199,10 @@ class ModulePolicy:
             raise
 
         if not isinstance(out, TensorDictBase):
-            raise _no_action(self._policy, type(out).__name__)
+            raise _no_action_error(self._policy, type(out).__name__)
         action = get_entry(out, ACTION)
         if action is None:
-            raise _no_action(self._policy, f"entries {sorted(map(str, out.keys(True, True)))}")
+            raise _no_action_error(self._policy, f"entries {sorted(map(str, out.keys(True, True)))}")
 
         if self._written is None:
             self._written = [key for key in self.writes if out.get(key, None) is not None]
@@ -249,7 +249,7 @@ def copy_weights(policy: object, weights: Weights) -> None:
     policy.load_state_dict(weights)
 
 
-def state_of(weights: Weights) -> Mapping[str, Any]:
+def as_state(weights: Weights) -> Mapping[str, Any]:
     """Return weights by name from a module, state dict or tensordict of parameters; TypeError for others."""
     state = weights.state_dict() if isinstance(weights, nn.Module) else weights
     if isinstance(state, TensorDictBase):
@@ -332,7 +332,7 @@ def _tuples(space: spaces.Space[Any], tree: Tree) -> Tree:
     return tree
 
 
-def _no_action(policy: object, came: str) -> TypeError:
+def _no_action_error(policy: object, came: str) -> TypeError:
     name = getattr(policy, "__name__", type(policy).__name__)
     return TypeError(
         f"policy {name} returned no action: expected a tensor with one row for each env (a tensordict module: "

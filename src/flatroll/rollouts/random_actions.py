@@ -9,7 +9,7 @@ from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 from tensordict import TensorDictBase
 
-from flatroll.layout.checks import legal_options
+from flatroll.layout.checks import check_options
 from flatroll.layout.keys import ACTION, ACTION_MASK, NestedKey, as_tuple
 from flatroll.layout.spaces import first_options, mask_form, mask_shapes, option_counts, space_leaves
 from flatroll.specs import Composite, TensorSpec, as_spec
@@ -186,10 +186,10 @@ class RandomActions:
         drawn = to_torch(drawn)
         allowed = allowed.flatten(1)
         if form == "options":
-            options = legal_options(ACTION_MASK, allowed, counts, each="env")
+            options = check_options(ACTION_MASK, allowed, counts, each="env")
             picks = [draw_masked(part, torch.Size(), self.generator) for part in options]
         else:
-            (combinations,) = legal_options(ACTION_MASK, allowed, (math.prod(counts),), each="env")
+            (combinations,) = check_options(ACTION_MASK, allowed, (math.prod(counts),), each="env")
             drawn_at = draw_masked(combinations, torch.Size(), self.generator)
             picks = list(torch.unravel_index(drawn_at, counts))
 

@@ -7,10 +7,10 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import InteractionType
 
-from flatroll.layout.checks import seed_number, whole_number
+from flatroll.layout.checks import check_seed, check_whole_number
 from flatroll.layout.inspect.audit import audit
 from flatroll.layout.keys import NestedKey
-from flatroll.rollouts.arguments import exploration_of, make_devices
+from flatroll.rollouts.arguments import check_exploration_type, make_devices
 from flatroll.rollouts.batch_columns import batch_spec
 from flatroll.rollouts.policies import Policy
 from flatroll.rollouts.pool_runner import lead_pool
@@ -59,10 +59,10 @@ def rollout(
     >>> batch.batch_size, batch["is_init"].squeeze(-1).tolist()
     (torch.Size([5]), [True, False, False, False, False])
     """
-    whole_number("num_steps", num_steps)
+    check_whole_number("num_steps", num_steps)
     if seed is not None:
-        seed = seed_number("seed", seed)
-    exploration = exploration_of(exploration_type)
+        seed = check_seed("seed", seed)
+    exploration = check_exploration_type(exploration_type)
     env = adapt_env(env, dtype=obs_dtype)
     runner = lead_pool(Runner(env, info_keys=info_keys, writer=writer))
     devices = make_devices(runner.device, policy_device=policy_device)
@@ -100,7 +100,7 @@ def check_env_specs(env: EnvLike, num_steps: int = 100, *, seed: int = 0) -> Non
     >>> import gymnasium as gym
     >>> check_env_specs(gym.make_vec("CartPole-v1", num_envs=2))
     """
-    whole_number("num_steps", num_steps)
+    check_whole_number("num_steps", num_steps)
     found = [text for text in vector_env_problems(env, steps=num_steps, seed=seed) if not is_suspicion(text)]
     if not found:
         adapted = adapt_env(env)

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from tensordict.nn import InteractionType
 from torch import Tensor
 
-from flatroll.layout.checks import key_names, legal_options
+from flatroll.layout.checks import check_key_names, check_options
 from flatroll.layout.keys import (
     ACTION_MASK,
     HAS_STATE,
@@ -25,7 +25,7 @@ from flatroll.layout.keys import (
     next_key,
     plain_key,
 )
-from flatroll.layout.spaces import mask_form, option_counts, part_of
+from flatroll.layout.spaces import find_part, mask_form, option_counts
 from flatroll.rollouts.action_range import ActionRange
 from flatroll.rollouts.arguments import Devices, check_writer
 from flatroll.rollouts.batch_columns import DEAD, ColumnKeys
@@ -45,7 +45,7 @@ from flatroll.wrappers.arrays import (
     ActionCheck,
     Array,
     Tree,
-    copy_of,
+    copy_array,
     fill_rows,
     full_for,
     leaves_at,
@@ -95,7 +95,7 @@ class Runner:
         writer: int = 0,  # makes ids unique among the writers of a buffer
         track_version: bool = False,  # store the policy version in each row
     ) -> None:
-        info_keys = key_names("info_keys", info_keys)
+        info_keys = check_key_names("info_keys", info_keys)
         env = adapt_env(env)
         if find_wrapper(env, InitTracker) is None:
             env = InitTracker(env)
@@ -138,7 +138,7 @@ class Runner:
         # A SAME_STEP env returns the reset observation in an ended row; the final one is stored separately. For small
         # observations writing all rows is as fast as finding the ended ones, which on a device would sync.
         self._whole_finals = self._lends and stream.whole_finals
-        leaves: Any = [part_of(env.observation_space, path) for path in keys.obs_paths]
+        leaves: Any = [find_part(env.observation_space, path) for path in keys.obs_paths]
         size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
         self._dense_finals = stream.same_step and (
             not self._on_host or (self._whole_finals and size <= _FEW_BYTES)
@@ -261,7 +261,7 @@ class Runner:
 
         for path in keys.action_paths:
             key = plain_key((ACTION_MASK, *map(str, path)))
-            counts = option_counts(part_of(self.env.single_action_space, path))
+            counts = option_counts(find_part(self.env.single_action_space, path))
             if counts is not None and key in (*keys.obs, *keys.infos):
                 self._masks[key] = counts
 
@@ -428,12 +428,16 @@ class Runner:
         window = self.window
         stream = self.stream
         keys = self.keys
-        stream.lends, stream.lends_markers, stream.drawn = self._lends, self._lends_markers, self._drawn
+        stream.may_alias, stream.may_alias_markers, stream.drawn = (
+            self._lends,
+            self._lends_markers,
+            self._drawn,
+        )
 
         try:
             obs, reward, terminated, truncated, info = self.env.step(action)
         finally:
-            stream.lends = stream.lends_markers = stream.drawn = False
+            stream.may_alias = stream.may_alias_markers = stream.drawn = False
 
         # the actions that the env received
         if self._check_actions is None:
@@ -452,7 +456,7 @@ class Runner:
 
         if self._dense_finals:
             leaves = leaves_at(obs, keys.obs_paths)
-            final = stream.final_of(info)
+            final = stream.read_final(info)
             if final is None:
                 finals = leaves
             else:
@@ -515,7 +519,7 @@ class Runner:
             for key, counts in self._masks.items():
                 if mask_form(counts, columns[key].shape[1:]) is not None:
                     columns[key] = self._allow_where_ended(columns[key])
-                    legal_options(ACTION_MASK, columns[key].flatten(1), each="env")
+                    check_options(ACTION_MASK, columns[key].flatten(1), each="env")
 
             columns.update(self.states)
             action, written = act_in_turn(policy, self._exploration, columns)
@@ -576,7 +580,7 @@ class Runner:
 
     def _record_finals(self, info: dict[str, Any]) -> None:
         """Record the true next observations of ended rows."""
-        final = self.stream.final_of(info)
+        final = self.stream.read_final(info)
         if final is not None:
             # Indexing copies: the env may reuse its arrays.
             envs = np.flatnonzero(self.stream.ended)
@@ -608,9 +612,9 @@ class Runner:
 
         # With own_buffers=False other code that steps the env may write into these arrays.
         if self._one_obs:
-            self._obs = copy_of(self._obs)
+            self._obs = copy_array(self._obs)
         else:
-            self._obs = map_tree(copy_of, self._obs)
+            self._obs = map_tree(copy_array, self._obs)
 
         if self._looks_for_rewards and DEAD in self.window.columns:
             self._look_for_lost_rewards()
@@ -649,7 +653,7 @@ def _allow_silent(info: dict[Any, Any], name: Any) -> Tree | None:
         return {part: own for part, own in parts.items() if own is not None}
 
     if isinstance(mask, np.ndarray) and mask.dtype == object:
-        mask = _numbers_of(name, mask)  # lists of single envs, which Gymnasium does not join
+        mask = _as_numbers(name, mask)  # lists of single envs, which Gymnasium does not join
     told = info.get(f"_{name}")
     if mask is None or told is None:
         return mask
@@ -723,7 +727,7 @@ class InfoColumns:
                 pass
             elif value.shape[:1] == (stream.num_envs,):
                 # it belongs to the reset of the next episode
-                value = fill_rows(copy_of(value), stream.ended, False)
+                value = fill_rows(copy_array(value), stream.ended, False)
 
             if lost is not None and value is not None and not from_step:
                 value = self._hide(name, value, lost)
@@ -766,7 +770,7 @@ class InfoColumns:
             return value
         if as_tuple(name)[0] == ACTION_MASK or as_tuple(name)[0] in self._of_reset:
             # Masks of last observations may be empty, and a marker is not about them.
-            return fill_rows(copy_of(value), lost, False)
+            return fill_rows(copy_array(value), lost, False)
 
         if isinstance(value, Tensor):
             floating = value.is_floating_point()
@@ -774,7 +778,7 @@ class InfoColumns:
             floating = value.dtype.kind in "fc"
 
         if floating:
-            return fill_rows(copy_of(value), lost, float("nan"))
+            return fill_rows(copy_array(value), lost, float("nan"))
         if self._on_host:
             self._refuse_lost(name, lost, value)
         else:  # asking whether a row is lost would sync at each step
@@ -821,7 +825,7 @@ class InfoColumns:
             )
 
         if isinstance(value, np.ndarray) and value.dtype == object:
-            value = _numbers_of(name, value)
+            value = _as_numbers(name, value)
             if value is None:
                 return None
 
@@ -843,7 +847,7 @@ class InfoColumns:
             )
 
 
-def _numbers_of(name: NestedKey, entries: Array) -> Array | None:
+def _as_numbers(name: NestedKey, entries: Array) -> Array | None:
     """Convert an object array ``[E]`` of equal kinds of numbers; 0 or False where an env is silent (None).
 
     Gymnasium's vector envs keep the infos of single envs as objects where they do not know the type, as of NumPy's

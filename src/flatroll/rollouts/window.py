@@ -281,7 +281,7 @@ class Window:
     def lay_out(self, mask: Array, compact: bool) -> tuple[TensorDict, TensorDict | None]:
         """Build a flat batch ``[N]`` of the True cells, run after run, and its ``final`` if compact."""
         keys = self._keys
-        rows = _Rows(self, mask)
+        rows = _RowGatherer(self, mask)
         left_out = self._not_gathered
         if compact or keys.strided:  # the state of the next row, or zeros
             left_out = left_out.union(map(next_key, keys.states))
@@ -332,14 +332,14 @@ class Window:
                 state.masked_fill_(~has_state.view(-1, *(1,) * (state.ndim - 1)), 0)
 
         if compact:
-            final = final_of(batch, keys, next_obs)
+            final = gather_final(batch, keys, next_obs)
         else:
             final = None
         return batch, final
 
     def take(self, key: NestedKey, mask: Array) -> Tensor:
         """Return a column's values in the True cells, in `lay_out`'s order; later steps may overwrite them."""
-        rows = _Rows(self, mask).of(key)
+        rows = _RowGatherer(self, mask).of(key)
         self._given.discard(key)
         return rows
 
@@ -351,7 +351,7 @@ class Window:
             acts.masked_fill_(to_torch(self.columns[DEAD][: self.steps]), 0)
         return acts.new_zeros(self.steps, self._games).index_add_(1, self._agents[1], acts)
 
-    def _gather_next(self, rows: "_Rows", columns: dict[NestedKey, Tensor]) -> dict[NestedKey, Tensor]:
+    def _gather_next(self, rows: "_RowGatherer", columns: dict[NestedKey, Tensor]) -> dict[NestedKey, Tensor]:
         """Return the true next observation of each row; NaN or the row's own observation where the env hides it."""
         next_obs: dict[NestedKey, Tensor] = {}
         known = columns.get(NEXT_KNOWN) if self._unknown else None
@@ -373,7 +373,7 @@ class Window:
 
         return next_obs
 
-    def _patch_finals(self, finals: list[tuple[Array, Array]], of: "_Rows", gathered: Tensor) -> None:
+    def _patch_finals(self, finals: list[tuple[Array, Array]], of: "_RowGatherer", gathered: Tensor) -> None:
         """Write the stored final observations into the gathered next observations ``[N, ...]``, in place."""
         numbers = np.concatenate([number for number, _ in finals])
         values = np.concatenate([value for _, value in finals])
@@ -470,7 +470,7 @@ class Window:
         return value.new_zeros(self._room, *value.shape)
 
 
-class _Rows:
+class _RowGatherer:
     """Gathers the rows of a batch from a window's columns: the True cells, run after run."""
 
     def __init__(self, window: Window, mask: Array) -> None:
@@ -584,7 +584,7 @@ def _empty(like: Tensor, *shape: int) -> Tensor:
     return torch.from_numpy(np.empty(size, np.uint8)).view(like.dtype).view(shape)
 
 
-def final_of(batch: TensorDict, keys: ColumnKeys, next_obs: dict[NestedKey, Tensor]) -> TensorDict:
+def gather_final(batch: TensorDict, keys: ColumnKeys, next_obs: dict[NestedKey, Tensor]) -> TensorDict:
     """Return the *final* of a compact batch: the next observations that no later row holds."""
     ends = run_ends(batch, is_init_key=keys.init, traj_key=keys.traj)
     known = batch.get(NEXT_KNOWN, None)
@@ -603,4 +603,4 @@ def compact_batch(batch: TensorDict, keys: ColumnKeys) -> tuple[TensorDict, Tens
     """Drop the next observations that later rows hold; return the batch and the others as ``final``."""
     next_obs = {key: batch.get(next_key(key)) for key in keys.obs if key not in keys.deltas}
     repeated = [next_key(key) for key in (*keys.obs, *keys.counts, *keys.states)]
-    return batch.exclude(*repeated), final_of(batch, keys, next_obs)
+    return batch.exclude(*repeated), gather_final(batch, keys, next_obs)

@@ -1,8 +1,8 @@
 """Shared memory, messages and processes for workers: without named objects, listening sockets or polling."""
 
 from flatroll.sharing.block import Block, BlockColumn, Memory, Table
-from flatroll.sharing.channel import Channel, Closed, Door
-from flatroll.sharing.mailbox import Inbox, Outbox, Window, pack, unpack
+from flatroll.sharing.channel import Channel, Closed, Listener
+from flatroll.sharing.mailbox import Inbox, Outbox, ReceivedWindow, pack, unpack
 from flatroll.sharing.nursery import Nursery, Worker
 from flatroll.sharing.weights import SharedWeights
 from flatroll.sharing.worker import WorkerDied, WorkerTraceback
@@ -12,14 +12,14 @@ __all__ = [
     "BlockColumn",
     "Channel",
     "Closed",
-    "Door",
     "Inbox",
+    "Listener",
     "Memory",
     "Nursery",
     "Outbox",
+    "ReceivedWindow",
     "SharedWeights",
     "Table",
-    "Window",
     "Worker",
     "WorkerDied",
     "WorkerTraceback",

@@ -45,7 +45,6 @@ class Memory:
             raise ValueError(f"size must be at least 1 byte, got {size!r}")
 
         descriptor = _anonymous_file(size)
-
         try:
             os.ftruncate(descriptor, size)
             self._open(descriptor)
@@ -139,6 +138,7 @@ class Table:
         {'reward': BlockColumn(dtype='float32', shape=(1,))}
         """
         count = row_count(columns)
+
         made = {}
         for key, values in columns.items():
             name = dtype_name(values)
@@ -147,7 +147,6 @@ class Table:
             except TypeError:
                 raise ValueError(f"column {key!r} has data type {name}, which cannot be shared") from None
             made[key] = BlockColumn(name, tuple(values.shape[1:]))
-
         if rows is None:
             rows = count
         return Table(rows, made)
@@ -160,10 +159,11 @@ def dtype_name(values: Any) -> str:
 
 def row_count(columns: Mapping[Key, Any]) -> int:
     """Return the common number of rows N of columns ``[N, *S]``; ValueError if they differ or there are none."""
-    counts = {key: len(values) if values.ndim else None for key, values in columns.items()}
+    counts: dict[Key, int | None] = {}
+    for key, values in columns.items():
+        counts[key] = len(values) if values.ndim else None
     if len(set(counts.values())) != 1 or None in counts.values():
         raise ValueError(f"columns must have the same number of rows, got {counts}")
-
     (count, *_) = counts.values()
     assert count is not None
     return count
@@ -172,11 +172,7 @@ def row_count(columns: Mapping[Key, Any]) -> int:
 @cache
 def _numpy_dtype(name: str) -> "np.dtype[Any]":
     """Return NumPy's dtype of this name; bfloat16 is viewed as 16-bit integers."""
-    if name == "bfloat16":
-        stored = "uint16"
-    else:
-        stored = name
-    dtype = np.dtype(stored)
+    dtype = np.dtype("uint16" if name == "bfloat16" else name)
     if dtype.kind not in "biufc":  # bool, integers, floats, complex numbers
         raise TypeError
     return dtype
@@ -208,7 +204,6 @@ class Block:
             raise TypeError(f"tables must be a list of Table, got {type(tables).__name__}")
         if not isinstance(slots, int):
             raise TypeError(f"slots must be an integer, got {slots!r}")
-
         self.tables = tuple(tables)
         self.slots = slots
         if slots < 1 or any(table.rows < 0 for table in self.tables):
@@ -226,10 +221,8 @@ class Block:
 
         self._slot_bytes = end
         if memory is None:
-            self.memory = Memory(max(1, end * slots))
-        else:
-            self.memory = memory
-
+            memory = Memory(max(1, end * slots))
+        self.memory = memory
         if self.memory.size < end * slots:
             raise ValueError(
                 f"{slots} slots of {end} bytes do not fit into {self.memory.size} bytes of memory"
@@ -237,12 +230,12 @@ class Block:
 
     def arrays(self, slot: int = 0, table: int = 0) -> "dict[Key, np.ndarray[Any, Any]]":
         """Return a table's columns as NumPy views ``[rows, *S]``."""
-        return {
-            key: np.frombuffer(
-                self.memory.map, _numpy_dtype(column.dtype), self._size(table, column), start
-            ).reshape(self.tables[table].rows, *column.shape)
-            for key, column, start in self._places(slot, table)
-        }
+        made = {}
+        for key, column, start in self._places(slot, table):
+            count = self._size(table, column)
+            values = np.frombuffer(self.memory.map, _numpy_dtype(column.dtype), count, start)
+            made[key] = values.reshape(self.tables[table].rows, *column.shape)
+        return made
 
     def tensors(self, slot: int = 0, table: int = 0) -> "dict[Key, torch.Tensor]":
         """Return a table's columns as tensor views ``[rows, *S]``."""
@@ -253,14 +246,11 @@ class Block:
             shape = (self.tables[table].rows, *column.shape)
             dtype = getattr(torch, column.dtype)
             count = self._size(table, column)
-
-            # frombuffer refuses empty memory
-            made[key] = (
-                torch.frombuffer(self.memory.map, dtype=dtype, count=count, offset=start).view(shape)
-                if count
-                else torch.empty(shape, dtype=dtype)
-            )
-
+            if count:
+                values = torch.frombuffer(self.memory.map, dtype=dtype, count=count, offset=start)
+                made[key] = values.view(shape)
+            else:  # frombuffer refuses empty memory
+                made[key] = torch.empty(shape, dtype=dtype)
         return made
 
     def _size(self, table: int, column: BlockColumn) -> int:

@@ -1,4 +1,4 @@
-"""`Channel`: messages with descriptors between two processes; `Door`: opens channels for other processes."""
+"""`Channel`: messages with descriptors between two processes; `Listener`: opens channels for other processes."""
 
 import io
 import os
@@ -90,6 +90,7 @@ class Channel:
             raise ValueError(
                 f"a message carries at most {_MOST_DESCRIPTORS} descriptors, got {len(descriptors)}"
             )
+
         _HEADER.pack_into(message, 0, len(message) - _HEADER.size, len(descriptors))
         self._write(message, descriptors)
 
@@ -98,20 +99,17 @@ class Channel:
         while data:
             if self._socket.fileno() < 0:
                 raise Closed("this channel is closed")
-
             try:
-                sent = (
-                    socket.send_fds(self._socket, [data], descriptors)
-                    if descriptors  # otherwise plain bytes, at half the cost
-                    else self._socket.send(data)
-                )
+                if descriptors:
+                    sent = socket.send_fds(self._socket, [data], descriptors)
+                else:  # plain bytes, at half the cost
+                    sent = self._socket.send(data)
             except BlockingIOError:
                 poll = select.poll()
-                if self._ended:
-                    reads = 0
-                else:
-                    reads = select.POLLIN
-                poll.register(self._socket, select.POLLOUT | reads)
+                events = select.POLLOUT
+                if not self._ended:
+                    events |= select.POLLIN
+                poll.register(self._socket, events)
                 if any(event & select.POLLIN for _, event in poll.poll()):
                     self.feed()
             except (BrokenPipeError, ConnectionResetError):
@@ -135,7 +133,6 @@ class Channel:
         while (message := self.pop(*kinds)) is None:
             if self._ended:
                 raise Closed("the other end of the channel is closed")
-
             left = None if deadline is None else deadline - monotonic()
             if not self.wait(left):
                 raise TimeoutError(f"no message of kind {kinds} came within {timeout} s")
@@ -157,21 +154,15 @@ class Channel:
         """Wait at most ``timeout`` seconds for data or the end of the channel."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
-        if timeout is None:
-            milliseconds = None
-        else:
-            milliseconds = max(0, timeout) * 1000
-        return bool(poll.poll(milliseconds))
+        if timeout is not None:
+            timeout = max(0, timeout) * 1000  # in milliseconds
+        return bool(poll.poll(timeout))
 
     def feed(self, once: bool = False) -> None:
         """Read available data without waiting; with ``once`` by one system call, which may leave some for later."""
+        size = _FEW if once else _CHUNK
         while not self._ended:
             try:
-                if once:
-                    size = _FEW
-                else:
-                    size = _CHUNK
-
                 data, descriptors, flags, _ = socket.recv_fds(
                     self._socket, size, _MOST_DESCRIPTORS, _CLOSE_ON_EXEC
                 )
@@ -187,6 +178,7 @@ class Channel:
             self._descriptors.extend(descriptors)
             if flags & socket.MSG_CTRUNC:
                 raise OSError("a descriptor was lost: this process has too many open files (see ulimit -n)")
+
             if not data:
                 self._ended = True
                 return
@@ -206,8 +198,8 @@ class Channel:
 
             data = self._bytes[_HEADER.size : end]
             del self._bytes[:end]
-            descriptors = [self._descriptors.popleft() for _ in range(count)]
 
+            descriptors = [self._descriptors.popleft() for _ in range(count)]
             if count:
                 message = _Unpickler(io.BytesIO(data), descriptors).load()
             else:
@@ -267,7 +259,7 @@ class _Socket(socket.socket):
         self.close()
 
 
-class Door:
+class Listener:
     """One end of an unnamed socket pair; whoever holds it can send the door's maker one end of a new channel.
 
     Each message is one datagram with one descriptor: it arrives whole or not at all, so any number of processes may
@@ -277,7 +269,7 @@ class Door:
     Args:
         descriptor: of a connected socket of datagrams, which belongs to the door from here on; see `pair`.
 
-    >>> inside, outside = Door.pair()
+    >>> inside, outside = Listener.pair()
     >>> mine = outside.enter()  # the descriptor of a connected socket
     >>> theirs = inside.admit()
     >>> os.write(mine, b"hello"), os.read(theirs, 5)
@@ -291,10 +283,10 @@ class Door:
         self._socket = socket.socket(fileno=descriptor)
 
     @staticmethod
-    def pair() -> "tuple[Door, Door]":
+    def pair() -> "tuple[Listener, Listener]":
         """Return the maker's end, for `admit`, and the client's end, for `enter`."""
         inside, outside = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-        return Door(inside.detach()), Door(outside.detach())
+        return Listener(inside.detach()), Listener(outside.detach())
 
     def enter(self) -> int:
         """Make a connected pair of sockets, send one end through the door, and return the descriptor of the other.
@@ -323,7 +315,6 @@ class Door:
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 return descriptor
             os.close(descriptor)
-
         return None
 
     def fileno(self) -> int:
@@ -352,8 +343,8 @@ class Door:
         return _rebuild_door, (DupFd(self.fileno()),)
 
 
-def _rebuild_door(duplicate: Any) -> Door:
-    return Door(duplicate.detach())
+def _rebuild_door(duplicate: Any) -> Listener:
+    return Listener(duplicate.detach())
 
 
 class _Message(bytearray):
@@ -371,26 +362,23 @@ class MessagePickler(cloudpickle.Pickler):
 
     def __init__(self, file: io.BytesIO | _Message) -> None:
         super().__init__(file)
-        self.passed: list[Memory | Channel | Door] = []
+        self.passed: list[Memory | Channel | Listener] = []
 
     def persistent_id(self, obj: Any) -> tuple[str, int] | None:
-        if type(obj) not in (Memory, Channel, Door):
+        if type(obj) not in (Memory, Channel, Listener):
             return None
 
-        places = [place for place, known in enumerate(self.passed) if known is obj]
-        if not places:
-            self.passed.append(obj)
-        if places:
-            place = places[0]
-        else:
-            place = len(self.passed) - 1
-        return type(obj).__name__, place
+        for place, known in enumerate(self.passed):
+            if known is obj:
+                return type(obj).__name__, place
+        self.passed.append(obj)
+        return type(obj).__name__, len(self.passed) - 1
 
 
-_OPENED: dict[str, Callable[[int], Memory | Channel | Door]] = {
+_OPENED: dict[str, Callable[[int], Memory | Channel | Listener]] = {
     "Memory": Memory.from_descriptor,
     "Channel": Channel,
-    "Door": Door,
+    "Listener": Listener,
 }
 
 
@@ -400,9 +388,9 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, descriptors: list[int]) -> None:
         super().__init__(file)
         self._descriptors = descriptors
-        self._made: dict[int, Memory | Channel | Door] = {}
+        self._made: dict[int, Memory | Channel | Listener] = {}
 
-    def persistent_load(self, pid: tuple[str, int]) -> Memory | Channel | Door:
+    def persistent_load(self, pid: tuple[str, int]) -> Memory | Channel | Listener:
         name, place = pid
         if place not in self._made:
             descriptor = self._descriptors[place]

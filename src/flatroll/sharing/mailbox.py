@@ -52,10 +52,10 @@ class Outbox:
     def __init__(self, channel: Channel, slots: int = 2) -> None:
         if not isinstance(slots, int) or slots < 1:
             raise ValueError(f"slots must be at least 1, got {slots!r}")
-
         self._channel = channel
         self._slots = slots
         self._block: Block | None = None
+
         self._tensors: list[list[dict[Key, torch.Tensor]]] = []  # of each slot, of each table
         self._number = -1  # of the block
         self.place = -1, -1
@@ -75,12 +75,8 @@ class Outbox:
         """
         rows = [row_count(table) if table else 0 for table in tables]
         while (freed := self._channel.pop(FREE)) or self._under_way == self._slots:
-            if freed:
-                message = freed[1]
-            else:
-                message = self._channel.receive(FREE)
-            self.take_back(*message)
-
+            place = freed[1] if freed else self._channel.receive(FREE)
+            self.take_back(*place)
         if not self._fits(tables, rows):
             self._lay_out(tables, rows)
 
@@ -88,8 +84,8 @@ class Outbox:
         for table, count, places in zip(tables, rows, self._tensors[slot], strict=True):
             for key, values in table.items():
                 places[key][:count].copy_(values)
-
         self._under_way += 1
+
         self._channel.send(WINDOW, (self._number, slot, rows, note))
         self.place = self._number, slot
 
@@ -102,53 +98,42 @@ class Outbox:
     def _fits(self, tables: "tuple[Mapping[Key, torch.Tensor], ...]", rows: list[int]) -> bool:
         if self._block is None or len(tables) != len(self._block.tables):
             return False
-
-        return all(
-            not table
-            or (
-                count <= shared.rows
-                and table.keys() == shared.columns.keys()
-                and all(
-                    (column := shared.columns[key]).dtype == dtype_name(values)
-                    and column.shape == values.shape[1:]
-                    for key, values in table.items()
-                )
-            )
-            for table, count, shared in zip(tables, rows, self._block.tables, strict=True)
-        )
+        for table, count, shared in zip(tables, rows, self._block.tables, strict=True):
+            if not table:
+                continue
+            if count > shared.rows or table.keys() != shared.columns.keys():
+                return False
+            for key, values in table.items():
+                column = shared.columns[key]
+                if column.dtype != dtype_name(values) or column.shape != values.shape[1:]:
+                    return False
+        return True
 
     def _lay_out(self, tables: "tuple[Mapping[Key, torch.Tensor], ...]", rows: list[int]) -> None:
         """Create a block for this window, with 50 % more rows if the previous one was too small."""
         known = () if self._block is None else self._block.tables
         laid_out = []
         for place, (table, count) in enumerate(zip(tables, rows, strict=True)):
-            if place < len(known):
-                before = known[place]
-            else:
-                before = Table(0, {})
-
+            before = known[place] if place < len(known) else Table(0, {})
+            if not table:
+                laid_out.append(before)
+                continue
+            room = count
             if 0 < before.rows < count:
-                grown = count + count // 2
-            else:
-                grown = count
-            room = max(before.rows, grown)
-
-            if table:
-                made = Table.like(table, room)
-            else:
-                made = before
-            laid_out.append(made)
+                room += count // 2
+            laid_out.append(Table.like(table, max(before.rows, room)))
 
         self._block = Block(laid_out, self._slots)
-        self._tensors = [
-            [self._block.tensors(slot, place) for place in range(len(tables))] for slot in range(self._slots)
-        ]
+        tensors = []
+        for slot in range(self._slots):
+            tensors.append([self._block.tensors(slot, place) for place in range(len(tables))])
+        self._tensors = tensors
         self._number += 1
         self._free = list(range(self._slots))
         self._channel.send(BLOCK, (self._number, self._block))
 
 
-class Window:
+class ReceivedWindow:
     """A window from `Outbox.put`: ``tables``, a list of tensors ``[N, *S]`` by key, and ``note``.
 
     The tensors are views of the writer's memory. They are valid until `release` or the end of a ``with`` block;
@@ -184,7 +169,7 @@ class Window:
             self._place = None
             self.tables = []
 
-    def __enter__(self) -> "Window":
+    def __enter__(self) -> "ReceivedWindow":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -206,14 +191,14 @@ class Inbox:
         # For each slot and table, the number of rows of its last window, and views of them.
         self._views: list[list[tuple[int, dict[Key, torch.Tensor]]]] = []
 
-    def take(self, timeout: float | None = None) -> Window:
+    def take(self, timeout: float | None = None) -> ReceivedWindow:
         """Wait for the next window, ``timeout`` seconds at most. See `Channel.receive` for the errors."""
         while True:
             window = self.open(*self._channel.receive(BLOCK, WINDOW, timeout=timeout))
             if window is not None:
                 return window
 
-    def open(self, kind: str, content: Any) -> Window | None:
+    def open(self, kind: str, content: Any) -> ReceivedWindow | None:
         """Parse a message of kind `BLOCK` (returns None) or `WINDOW`.
 
         Raises:
@@ -221,10 +206,10 @@ class Inbox:
         """
         if kind == BLOCK:
             self._number, block = content
-            self._tensors = [
-                [block.tensors(slot, place) for place in range(len(block.tables))]
-                for slot in range(block.slots)
-            ]
+            tensors = []
+            for slot in range(block.slots):
+                tensors.append([block.tensors(slot, place) for place in range(len(block.tables))])
+            self._tensors = tensors
             self._room = [table.rows for table in block.tables]
             self._views = [list(zip(self._room, tables, strict=True)) for tables in self._tensors]
             return None
@@ -237,7 +222,6 @@ class Inbox:
             )
 
         views = self._views[slot]
-
         for place, (count, room) in enumerate(zip(rows, self._room, strict=True)):
             if not 0 <= count <= room:
                 raise ValueError(f"{count} rows were announced, more than the slot has room for")
@@ -245,7 +229,7 @@ class Inbox:
                 table = self._tensors[slot][place]
                 views[place] = count, {key: values[:count] for key, values in table.items()}
 
-        return Window(self, [dict(table) for _, table in views], note, (number, slot))
+        return ReceivedWindow(self, [dict(table) for _, table in views], note, (number, slot))
 
     def give_back(self, place: tuple[int, int]) -> None:
         """Tell the writer that a slot is free."""
@@ -287,19 +271,16 @@ class _Packer(cloudpickle.Pickler):
         if isinstance(obj, torch.Tensor):
             if obj.layout is not torch.strided or obj.is_meta or obj.is_quantized or obj.is_nested:
                 return None
-
             kind = "tensor" if obj.ndim else "number"
-            if obj.ndim:
-                tensor = obj.detach()
-            else:
-                tensor = obj.detach().reshape(1)
-            self.tensors.append(tensor)
+            values = obj.detach()
+            if not obj.ndim:
+                values = values.reshape(1)
+            self.tensors.append(values)
         elif type(obj) is np.ndarray and obj.dtype.kind in "biufc" and hasattr(torch, obj.dtype.name):
             kind = "array" if obj.ndim else "array of one"
             self.tensors.append(torch.from_numpy(np.array(obj, obj.dtype.newbyteorder("="), ndmin=1)))
         else:
             return None
-
         return len(self.tensors) - 1, kind
 
     def reducer_override(self, obj: Any) -> Any:

@@ -124,8 +124,10 @@ class Nursery:
             raise ValueError(f'start_method must be "fork", "spawn" or None, got {start_method!r}')
         if num_threads < 1:
             raise ValueError(f"num_threads must be at least 1, got {num_threads}")
+        if start_method is None:
+            start_method = "fork" if sys.platform == "linux" else "spawn"
 
-        self.start_method = start_method or ("fork" if sys.platform == "linux" else "spawn")
+        self.start_method = start_method
         self.num_threads = num_threads
         need_descriptors(_OF_A_START)
         self._helper = _Helper(self.start_method == "fork", list(preload), num_threads)
@@ -154,7 +156,6 @@ class Nursery:
         # The helper confirms the start before anything is sent to the worker, so the worker reads while this
         # process writes.
         worker = self._helper.start(number, name or f"worker {number}")
-
         try:
             worker.channel.send(RUN, (function, arguments, self.num_threads))
         except Closed:  # it is dead already; receive() raises
@@ -165,7 +166,6 @@ class Nursery:
             culprits = [part for part, value in parts.items() if not _can_be_pickled(value)]
             if not culprits:
                 raise
-
             raise TypeError(
                 f"{' and '.join(culprits)} cannot be sent to a process, because pickling fails: {error}. Create "
                 "such objects in the worker, in a function that is sent instead"
@@ -213,7 +213,6 @@ class Nursery:
             left = None if deadline is None else deadline - monotonic()
             if not waiting or (left is not None and left <= 0):
                 break
-
             sources: list[Any] = [source for worker in waiting for source in worker.sources()]
             if set(others) & set(wait_for_any([*sources, *others], left)):
                 return [worker for worker in waiting if worker.has_news()]
@@ -231,12 +230,15 @@ class Nursery:
 
         ending = list(workers)
         deadline = monotonic() + timeout
+
         for worker in ending:
             worker.channel.finish()
         while (left := [worker for worker in ending if not worker.has_ended()]) and monotonic() < deadline:
             wait_for_any([worker.report for worker in left], max(0, deadline - monotonic()))  # type: ignore[misc]
+
         for worker in left:
             worker.kill()
+
         for worker in ending:
             worker.channel.close()
             if worker in self._workers:
@@ -263,7 +265,6 @@ class Worker:
     def __init__(self, helper: "_Helper", number: int, name: str, channel: Channel, report: Channel) -> None:
         self.name = name
         self.channel = channel
-
         #: The helper's report of the worker's exit; ready for reading once it has exited.
         self.report = report
         #: Its process id.
@@ -288,7 +289,6 @@ class Worker:
                 self._helper.forget(self._number)
             elif self.report.ended:
                 self._helper.kill_what_is_left(self._number)
-
         return self.report.ended
 
     def has_unread(self) -> bool:
@@ -328,20 +328,22 @@ class Worker:
         """
         deadline = None if timeout is None else monotonic() + timeout
         ended = False
+        wanted = kinds and (*kinds, FAILED)
+
         while True:
-            message = self.channel.pop(*(kinds and (*kinds, FAILED)))
+            message = self.channel.pop(*wanted)
             if message is None:  # only now, because each read is a system call
                 ended = self.has_ended()
                 self.channel.feed()
-                message = self.channel.pop(*(kinds and (*kinds, FAILED)))
+                message = self.channel.pop(*wanted)
 
-            if message is not None and message[0] != FAILED:
+            if message is not None:
+                if message[0] == FAILED:
+                    message[1].throw(f"{self.name} (pid {self.pid})")
                 if len(kinds) == 1:
                     return message[1]
                 return message
 
-            if message is not None:
-                message[1].throw(f"{self.name} (pid {self.pid})")
             if ended:
                 raise WorkerDied(f"{self.name} (pid {self.pid}) {self._exit_status()}")
 
@@ -359,7 +361,6 @@ class Worker:
         if code >= 0:
             return f"ended with status {code}"
         names = {each.value: f": {each.name}" for each in signal.Signals}  # real-time signals have none
-
         return f"was killed by signal {-code} ({signal.strsignal(-code)}{names.get(-code, '')})"
 
     def kill(self) -> None:
@@ -374,20 +375,15 @@ class _Helper:
         self._pids: dict[int, int] = {}  # pids of workers not known to have exited
         self._owner = os.getpid()
         self._lock = RLock()  # held by the thread that writes to the helper, or waits until it is ready
+        if fork:
+            threads = 1
+        program = (sys.executable, "-c", HELPER_PROGRAM, str(threads))
 
         self._control, theirs = Channel.pair()
         try:
-            if fork:
-                helper_threads = 1
-            else:
-                helper_threads = threads
-
+            numbers = (theirs.fileno(), self._owner, int(fork), len(preload))
             self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-c", HELPER_PROGRAM, str(helper_threads)),
-                    *map(str, (theirs.fileno(), self._owner, int(fork), len(preload))),
-                    *(*preload, *sys.path),
-                ],
+                [*program, *map(str, numbers), *preload, *sys.path],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C in a terminal reaches only this process
@@ -428,8 +424,8 @@ class _Helper:
     def start(self, number: int, name: str) -> Worker:
         """Request the fork of a worker, and wait for it."""
         self.prepare()
-        (ours, theirs) = Channel.pair()
-        (report, reported) = Channel.pair()
+        ours, theirs = Channel.pair()
+        report, reported = Channel.pair()
         worker = Worker(self, number, name, ours, report)
 
         try:

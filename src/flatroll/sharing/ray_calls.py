@@ -125,7 +125,9 @@ class RayCalls:
         self, actor: Any, method: str, *arguments: Any, returns: int = 1, group: str | None = None
     ) -> Any:
         function = getattr(actor, method)
-        options: dict[str, Any] = {} if returns == 1 else {"num_returns": returns}
+        options: dict[str, Any] = {}
+        if returns != 1:
+            options["num_returns"] = returns
         if group is not None:
             options["concurrency_group"] = group
         if options:
@@ -172,7 +174,6 @@ def import_ray() -> Any:
         raise ImportError(
             f"RayCollector and RayReplayBuffer need Ray ({error}): pip install 'flatroll[ray]'"
         ) from error
-
     return ray
 
 
@@ -187,7 +188,6 @@ def _on_loopback() -> Iterator[None]:
 
     name = "ENABLE_RAY_CLUSTER"
     before = getattr(ray_constants, name, None)
-
     try:
         if before:
             setattr(ray_constants, name, False)
@@ -208,7 +208,6 @@ def put_named(calls: Calls, **values: Any) -> list[Any]:
                 f"{name} cannot be sent to an actor, because pickling fails: {error}. Create such objects in the "
                 "actor, in a function that is sent instead"
             ) from error
-
     return references
 
 
@@ -263,7 +262,8 @@ def pack_batches(value: Any) -> Any:
 
         column = entry.detach().cpu()
         if column.dtype is torch.bfloat16:
-            dtypes[key], column = column.dtype, column.view(torch.int16)
+            dtypes[key] = column.dtype
+            column = column.view(torch.int16)
         columns[key] = column.numpy()
 
     return Packed(tuple(value.batch_size), columns, dtypes)
@@ -277,11 +277,9 @@ def unpack_batches(value: Any) -> Any:
         return value
 
     batch = TensorDict({}, value.shape)
-
     for key, array in value.columns.items():
         column = torch.from_numpy(np.array(array))
         if key in value.dtypes:
             column = column.view(value.dtypes[key])
         batch.set(key, column)
-
     return batch

@@ -46,24 +46,21 @@ class SharedWeights:
         if not isinstance(state, Mapping):
             raise TypeError(f"state must be a state dict, got {type(state).__name__}")
 
-        rows: dict[Key, torch.Tensor] = {
-            name: _values(name, value).unsqueeze(0) for name, value in state.items()
-        }
+        rows: dict[Key, torch.Tensor] = {}
+        for name, value in state.items():
+            rows[name] = _values(name, value).unsqueeze(0)
         header = Table.like({"": np.zeros((1, 2), np.int64)})
-
-        if rows:
-            table = Table.like(rows, rows=1)
-        else:
-            table = Table(1, {})
-        self._open(Block([header, table], slots=2))
+        weights = Table.like(rows, rows=1) if rows else Table(1, {})
+        self._open(Block([header, weights], slots=2))
         self._write(0, state)
 
     def _open(self, block: Block) -> None:
         self._block = block
         self._header = block.arrays(table=_HEADER)[""][0]  # int64 [2], of slot 0 only
-        self._copies = [
-            {str(key): values[0] for key, values in block.tensors(slot, _VALUES).items()} for slot in range(2)
-        ]
+        self._copies: list[dict[str, torch.Tensor]] = []
+        for slot in range(2):
+            copies = block.tensors(slot, _VALUES)
+            self._copies.append({str(key): values[0] for key, values in copies.items()})
 
     @property
     def version(self) -> int:
@@ -86,9 +83,11 @@ class SharedWeights:
 
     def _write(self, version: int, state: "Mapping[str, torch.Tensor]") -> None:
         self._header[_BEGUN] = version
+
         _fence()
         for name, copy in self._copies[version % 2].items():
             copy.copy_(state[name].detach())
+
         _fence()
         self._header[_DONE] = version
 
@@ -104,9 +103,11 @@ class SharedWeights:
         self._check(state)
         while True:
             version = self.version
+
             _fence()
             for name, copy in self._copies[version % 2].items():
                 state[name].detach().copy_(copy)
+
             _fence()
             if self._header[_BEGUN] < version + 2:  # the copy was not overwritten during the read
                 return version

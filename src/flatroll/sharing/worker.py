@@ -81,26 +81,28 @@ class Failure:
 
         if trace is None:
             trace = "".join(format_exception(error))
+
         try:
-            pickled = None if ends else cloudpickle.dumps(error)
+            pickled = None
+            if not ends:
+                pickled = cloudpickle.dumps(error)
         except Exception:  # and so may its __reduce__
             pickled = None
+
         failure = Failure(name, text, trace, pickled, ends)
-        if failure._unpickle() is not None:
+        if failure._unpickle_error() is not None:
             return failure
         return Failure(name, text, trace, None, ends)
 
-    def _unpickle(self) -> Exception | None:
+    def _unpickle_error(self) -> Exception | None:
         """Return the error itself; None if it cannot be unpickled, for example if its class cannot be imported."""
         if self.pickled is None:
             return None
-
         try:
             error = pickle.loads(self.pickled)
             same = type(error).__name__ == self.name and str(error) == self.text
         except Exception:  # an import fails, __init__ takes other arguments, __str__ raises
             return None
-
         if same and isinstance(error, Exception):
             return error
         return None
@@ -112,7 +114,7 @@ class Failure:
         """
         if self.ends:
             return WorkerDied(f"ended by {self.name}: {self.text}")
-        return self._unpickle() or RuntimeError(f"{self.name}: {self.text}")
+        return self._unpickle_error() or RuntimeError(f"{self.name}: {self.text}")
 
     def throw(self, name: str) -> NoReturn:
         """Raise the error here, noted as raised in ``name``, with the traceback from there as its cause."""
@@ -138,16 +140,18 @@ def run(channel: Channel) -> int:
         The exit status.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+
     try:
         function, arguments, threads = channel.receive(RUN)
-        torch: Any = sys.modules.get("torch")
 
+        torch: Any = sys.modules.get("torch")
         # Forked siblings inherit the same generator state and would all draw the same numbers.
         random.seed()
         np.random.seed()
         if torch is not None:
             torch.set_num_threads(threads)
             torch.seed()
+
         function(channel, **arguments)
     except Closed:
         return 0
@@ -160,11 +164,10 @@ def run(channel: Channel) -> int:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-
     return 0
 
 
-def portable(error: BaseException) -> Exception:
+def portable_error(error: BaseException) -> Exception:
     """The error itself if it survives pickling, else a RuntimeError with its type and text."""
     return Failure.of(error, trace="").error()
 
@@ -209,17 +212,17 @@ def run_helper(
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     # This interpreter inherited it; the interpreters of the workers must not.
     os.set_inheritable(descriptor, False)
+
     control = Channel(descriptor)
     for stop in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(stop, lambda *_: sys.exit(1))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    helper = Helper(control, parent, fork)
 
+    helper = Helper(control, parent, fork)
     try:
         if fork:
             for name in preload:
                 importlib.import_module(name)
-
         end_watch()
         if fork:
             prepare_forks(preload)
@@ -251,6 +254,7 @@ def prepare_forks(preload: list[str]) -> None:
             f"importing {', '.join(preload)} initialized CUDA, which does not survive a fork: "
             'use start_method="spawn", or preload less'
         )
+
     # Freeze everything loaded so far: otherwise the garbage collector would write to these pages, which
     # copies them into each worker.
     gc.collect()
@@ -291,7 +295,7 @@ class Helper:
 
         # Another child of the parent may hold a copy of the parent's end of the channel, so that the parent's
         # death does not close it.
-        self._parent = death_of(parent)
+        self._parent = watch_death(parent)
         if self._parent is not None:
             self._selector.register(self._parent, selectors.EVENT_READ)
 
@@ -319,6 +323,7 @@ class Helper:
 
     def _start(self, number: int, channel: Channel, report: Channel) -> None:
         helper = os.getpid()
+
         pid = os.fork()
         if pid == 0:
             status = 1
@@ -335,6 +340,7 @@ class Helper:
         channel.forget()
         self._pids[number] = pid
         self._reports[number] = report
+
         with suppress(Closed):  # Ctrl-C interrupted the waiting parent
             report.send(STARTED, pid)
 
@@ -343,6 +349,7 @@ class Helper:
         signal.set_wakeup_fd(-1)
         for changed in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
             signal.signal(changed, signal.SIG_DFL)
+
         if not self._fork:
             os.set_inheritable(channel.fileno(), True)
             arguments = [str(channel.fileno()), str(helper), *sys.path]
@@ -386,17 +393,17 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def death_of(pid: int) -> Any:
+def watch_death(pid: int) -> Any:
     """Return an object with a descriptor that is readable once the process has exited; None if not supported."""
     if hasattr(os, "pidfd_open"):
         with suppress(OSError):  # an old kernel, a container that forbids it, or a process that has exited
             return open(os.pidfd_open(pid), "rb", buffering=0)
 
-    if hasattr(select := importlib.import_module("select"), "kqueue"):
+    select: Any = importlib.import_module("select")
+    if hasattr(select, "kqueue"):
         queue = select.kqueue()
         event = select.kevent(pid, select.KQ_FILTER_PROC, select.KQ_EV_ADD, select.KQ_NOTE_EXIT)
         with suppress(OSError):
             queue.control([event], 0)
         return queue
-
     return None

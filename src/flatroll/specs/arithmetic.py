@@ -17,6 +17,7 @@ def is_whole(dtype: torch.dtype) -> bool:
 
 def to_ordered(numbers: Tensor) -> Tensor:
     """Map numbers to a dtype that torch can clamp and compare, preserving the order."""
+
     if numbers.dtype not in _NOT_ORDERED:
         return numbers
     if numbers.dtype is torch.uint64:  # with the highest bit flipped, int64 has the same order
@@ -45,8 +46,8 @@ def whole_range(dtype: torch.dtype) -> tuple[int, int]:
     if dtype.is_floating_point:
         most = round(2 / torch.finfo(dtype).eps)
         return -most, most
-    info = torch.iinfo(dtype)
 
+    info = torch.iinfo(dtype)
     return info.min, info.max
 
 
@@ -55,6 +56,7 @@ def check_holds(dtype: torch.dtype | None, least: int, most: int) -> None:
     if dtype is None:
         raise TypeError("dtype must be a torch dtype, such as torch.int64, got None")
     low, high = whole_range(dtype)
+
     if least < low or most > high:
         raise ValueError(f"dtype {dtype} cannot hold the categories {least} to {most}: choose a wider one")
 
@@ -80,14 +82,11 @@ def draw_between(limits: Limits, shape: torch.Size, whole: bool, generator: torc
     """
     low, high, bounded = limits
     uniform = torch.rand(shape, generator=generator, device=low.device, dtype=torch.float64)
+    top = high + 1 if whole else high
 
     # A weighted sum of the limits: low + (high - low) * u would overflow for the widest bounds. Whole numbers
     # reach high because the floor is taken of numbers below high + 1.
-    if whole:
-        end = high + 1
-    else:
-        end = high
-    drawn = low * (1 - uniform) + end * uniform
+    drawn = low * (1 - uniform) + top * uniform
 
     if not bounded:
         below = low.isfinite()
@@ -97,7 +96,9 @@ def draw_between(limits: Limits, shape: torch.Size, whole: bool, generator: torc
         one_sided = torch.where(below, low + away, torch.where(above, high - away, normal))
         drawn = torch.where(below & above, drawn, one_sided)
 
-    return (drawn.floor_() if whole else drawn).clamp_(low, high)
+    if whole:
+        drawn = drawn.floor_()
+    return drawn.clamp_(low, high)
 
 
 def draw_categories(
@@ -106,6 +107,7 @@ def draw_categories(
     """Draw categories from 0 to ``n - 1`` uniformly, int64; a tensor ``n`` has the last dims of the shape."""
     if isinstance(n, int):
         return torch.randint(n, shape, generator=generator, device=device)
+
     uniform = torch.rand(shape, generator=generator, device=device, dtype=torch.float64)
     # u < 1, but u * n can round up to n.
     return (uniform * n).floor().long().minimum(n - 1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.layout.checks import as_numbers, one_of, torch_device
+from flatroll.layout.checks import as_numbers, check_choice, check_device
 from flatroll.specs.arithmetic import Limits, as_double, draw_between, is_whole, to_ordered, whole_range
 from flatroll.specs.shapes import Shape, grid, shorten
 from flatroll.specs.tensor_spec import Device, DType, Numbers, Ranged, TensorSpec, as_dtype
@@ -37,8 +37,9 @@ class NumberSpec(TensorSpec):
     def _set_up(self, shape: Shape, device: Device, dtype: torch.dtype, domain: str | None) -> None:
         """Initialise and set the class of the domain: the given one, the class's own, or the dtype's."""
         if domain is None or (isinstance(domain, str) and not domain):
-            domain = self._own_domain or ("discrete" if is_whole(dtype) else "continuous")
-        TensorSpec.__init__(self, shape, None, device, dtype, one_of("domain", domain, self._by_domain))
+            domain = self._own_domain or _domain_of(dtype)
+        TensorSpec.__init__(self, shape, None, device, dtype, check_choice("domain", domain, self._by_domain))
+
         if self._own_domain is None:
             self.__class__ = self._by_domain[domain]
 
@@ -49,13 +50,8 @@ class NumberSpec(TensorSpec):
 
     @override
     def _with_dtype(self, dtype: torch.dtype) -> Self:
-        if is_whole(dtype):
-            domain = "discrete"
-        else:
-            domain = "continuous"
-        new = self._copy_with(dtype=dtype, domain=domain)
+        new = self._copy_with(dtype=dtype, domain=_domain_of(dtype))
         new.__class__ = self._by_domain[new.domain]
-
         return new
 
 
@@ -98,14 +94,12 @@ class Bounded(NumberSpec, Ranged):
     ) -> None:
         dtype = self._dtype_or_default(dtype)
         if device is not None:
-            device = torch_device("device", device)
+            device = check_device("device", device)
         else:
-            device = next(
-                (bound.device for bound in (low, high) if isinstance(bound, Tensor) and not bound.is_meta),
-                None,
-            )
+            tensors = (bound for bound in (low, high) if isinstance(bound, Tensor) and not bound.is_meta)
+            device = next((bound.device for bound in tensors), None)
 
-        bounds = {name: _bound(name, value, dtype, device) for name, value in (("low", low), ("high", high))}
+        bounds = {"low": _bound("low", low, dtype, device), "high": _bound("high", high, dtype, device)}
         if shape is None:
             if not any(bound.ndim for bound in bounds.values()):
                 raise ValueError(
@@ -113,7 +107,6 @@ class Bounded(NumberSpec, Ranged):
                     f"high={high!r}. Pass shape=() for one number"
                 )
             shape = np.broadcast_shapes(*(tuple(bound.shape) for bound in bounds.values()))
-
         self._set_up(shape, device, dtype, domain)
 
         for name, bound in bounds.items():
@@ -123,7 +116,6 @@ class Bounded(NumberSpec, Ranged):
                 raise ValueError(
                     f"{name} must broadcast to shape {tuple(self.shape)}, got {tuple(bound.shape)}"
                 ) from error
-
             self._parameters[name] = shorten(full).clone()  # a copy: the caller may write to the original
 
         least = self.low
@@ -131,13 +123,9 @@ class Bounded(NumberSpec, Ranged):
         wrong = to_ordered(least) > to_ordered(most)
         if bool(wrong.any()):
             at = tuple(wrong.nonzero()[0].tolist())
-            if at:
-                place = f" at {list(at)}"
-            else:
-                place = ""
-
+            where = f" at {list(at)}" if at else ""
             raise ValueError(
-                f"low must not be above high, got {least[at].item()} and {most[at].item()}{place}"
+                f"low must not be above high, got {least[at].item()} and {most[at].item()}{where}"
             )
 
     @property
@@ -188,7 +176,8 @@ class Bounded(NumberSpec, Ranged):
             if "open_below" in self._parameters:  # only integer dtypes, which cannot represent infinity
                 low = low.masked_fill(self._parameters["open_below"], -torch.inf)
                 high = high.masked_fill(self._parameters["open_above"], torch.inf)
-            limits = self._cache["draws"] = Limits.of(low, high)
+            limits = Limits.of(low, high)
+            self._cache["draws"] = limits
 
         drawn = draw_between(limits, self._full_shape(shape), is_whole(self.dtype), generator)
         return drawn.to(self.dtype)
@@ -196,16 +185,15 @@ class Bounded(NumberSpec, Ranged):
     @override
     def _with_dtype(self, dtype: torch.dtype) -> Self:
         new = super()._with_dtype(dtype)
-        new._parameters = {
-            name: _bound(name, bound, dtype, None)
-            for name, bound in zip(("low", "high"), self._limits(), strict=True)
-        }
+        low, high = self._limits()
+        new._parameters = {"low": _bound("low", low, dtype, None), "high": _bound("high", high, dtype, None)}
         return new
 
     def _counts(self) -> list[int]:
         """Return the number of values per entry; NotImplementedError if it is infinite."""
         if self.dtype is None or not is_whole(self.dtype) or -1 in self.shape:
             raise NotImplementedError(f"the values of {self!r} cannot be listed: there are infinitely many")
+
         ends = zip(self.low.reshape(-1).tolist(), self.high.reshape(-1).tolist(), strict=True)
         return [int(high) - int(low) + 1 for low, high in ends]
 
@@ -227,14 +215,11 @@ class Bounded(NumberSpec, Ranged):
         for name, bound in zip(("low", "high"), self._limits(), strict=True):
             numbers = bound.reshape(-1).tolist()
             least = min(numbers, default="[]")
-
             most = max(numbers, default="[]")
             if least == most:
-                limits = f"{name}={least}"
+                parts.append(f"{name}={least}")
             else:
-                limits = f"{name}={least}..{most}"
-            parts.append(limits)
-
+                parts.append(f"{name}={least}..{most}")
         return parts
 
 
@@ -276,14 +261,15 @@ class Unbounded(NumberSpec):
     @override
     def space(self) -> Interval:
         assert self.dtype is not None
-        info: Any = torch.iinfo if is_whole(self.dtype) else torch.finfo
         if self.dtype is torch.bool:
             ends = (0, 1)
         else:
+            info: Any = torch.iinfo if is_whole(self.dtype) else torch.finfo
             ends = (info(self.dtype).min, info(self.dtype).max)
         low, high = (torch.tensor(end, dtype=self.dtype, device=self.device) for end in ends)
 
-        return Interval(low.expand(self._full_shape(())), high.expand(self._full_shape(())))
+        sizes = self._full_shape(())
+        return Interval(low.expand(sizes), high.expand(sizes))
 
     @property
     def open_ends(self) -> tuple[bool, bool]:
@@ -315,7 +301,6 @@ class Unbounded(NumberSpec):
         if most > 2**16:
             least = 0.0 if least == 0 else -torch.inf
             most = torch.inf
-
         ends = (torch.tensor(end, device=self.device, dtype=torch.float64) for end in (least, most))
         return draw_between(Limits.of(*ends), sizes, True, generator).to(self.dtype)
 
@@ -337,9 +322,8 @@ class Unbounded(NumberSpec):
             return value.to(self.dtype)
 
         space = self.space
-        return BoundedDiscrete(space.low, space.high, dtype=self.dtype, shape=self._full_shape(())).closest(
-            value
-        )
+        whole = BoundedDiscrete(space.low, space.high, dtype=self.dtype, shape=self._full_shape(()))
+        return whole.closest(value)
 
 
 class UnboundedContinuous(Unbounded):
@@ -360,6 +344,13 @@ class UnboundedDiscrete(Unbounded):
     _default_dtype = torch.int64
 
 
+def _domain_of(dtype: torch.dtype) -> str:
+    """The domain of a dtype's numbers."""
+    if is_whole(dtype):
+        return "discrete"
+    return "continuous"
+
+
 def _bound(name: str, value: Numbers | None, dtype: torch.dtype, device: torch.device | None) -> Tensor:
     """A bound as a tensor of the dtype, which must be able to hold it."""
     if value is None:
@@ -368,14 +359,11 @@ def _bound(name: str, value: Numbers | None, dtype: torch.dtype, device: torch.d
         raise ValueError(f"dtype must be a real dtype, got {dtype}")
 
     # Floats as float64: torch would round them to float32, and 1e39 to inf. Only uint64 holds the largest ints.
-    large = isinstance(value, int) and value >= 2**63
-    if large:
-        wide = torch.uint64
-    elif isinstance(value, float):
+    wide = None
+    if isinstance(value, float):
         wide = torch.float64
-    else:
-        wide = None
-
+    elif isinstance(value, int) and value >= 2**63:
+        wide = torch.uint64
     given = as_numbers(name, value, device, wide)
     if given.is_floating_point() and bool(given.isnan().any()):
         raise ValueError(f"{name} must not be NaN, got {value!r}")

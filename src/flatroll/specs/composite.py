@@ -57,20 +57,19 @@ class Composite(TensorSpec):
     ) -> None:
         if shape is not None and batch_size is not None:
             raise TypeError("shape and batch_size are two names of one argument: pass one of them")
+        if shape is None:
+            shape = () if batch_size is None else batch_size
+        super().__init__(shape, None, device, None, "")
 
-        given = batch_size if shape is None else shape
-        if given is None:
-            given = ()
-        super().__init__(given, None, device, None, "")
         self.data_cls = data_cls
         self.step_mdp_static = step_mdp_static
         self.names = names
         self._specs: dict[str, TensorSpec | None] = {}
         self._locked = False
         self.of_tuple = False  # whether it describes a Gymnasium Tuple; its entries are then in order
+
         if len(args) > 1 or not all(isinstance(arg, Mapping | Composite) for arg in args):
             raise TypeError(f"Composite takes one dict of specs, or specs by name, got {args!r}")
-
         for entries in (*args, specs):
             for key, spec in entries.items():
                 self[key] = spec
@@ -106,8 +105,9 @@ class Composite(TensorSpec):
             return
 
         self._check_unlocked()
-        entry = {tuple(rest): spec} if rest else spec
-        self._specs[first] = self._as_entry(first, entry)
+        if rest:
+            spec = {tuple(rest): spec}
+        self._specs[first] = self._as_entry(first, spec)
 
     def _check_unlocked(self) -> None:
         if self._locked:
@@ -138,7 +138,8 @@ class Composite(TensorSpec):
                 wider = Composite(
                     dict(spec.items()), shape=self.shape, device=spec.device, data_cls=spec.data_cls
                 )
-                wider.step_mdp_static, wider.of_tuple = spec.step_mdp_static, spec.of_tuple
+                wider.step_mdp_static = spec.step_mdp_static
+                wider.of_tuple = spec.of_tuple
                 if spec.locked:
                     return wider.lock_(recurse=False)
                 return wider
@@ -146,15 +147,12 @@ class Composite(TensorSpec):
                 checked = spec[(..., *(None,) * (self.ndim - spec.ndim))].expand(self.shape)
                 return checked
 
+        own = ""
         if spec.value_dims:
-            note = f", of which the last {spec.value_dims} belong to one value"
-        else:
-            note = ""
-
+            own = f", of which the last {spec.value_dims} belong to one value"
         raise ValueError(
             f"the shape of {key!r} must begin with that of the Composite, {tuple(self.shape)}, got {tuple(spec.shape)}"
-            f"{note}: write "
-            "spec.expand(...)"
+            f"{own}: write spec.expand(...)"
         )
 
     def __getitem__(self, index: Any) -> Any:
@@ -164,9 +162,11 @@ class Composite(TensorSpec):
 
         first, *rest = as_tuple(index)
         entry = self._specs[first]
-        if rest and not isinstance(entry, Composite):
+        if not rest:
+            return entry
+        if not isinstance(entry, Composite):
             raise KeyError(index)
-        return entry[tuple(rest)] if rest else entry  # type: ignore[index]
+        return entry[tuple(rest)]
 
     def __delitem__(self, key: NestedKey) -> None:
         first, *rest = as_tuple(key)
@@ -205,7 +205,6 @@ class Composite(TensorSpec):
                 mine.update(spec)
                 spec = mine
             self[key] = spec  # also a merged one, because a stack returns a copy
-
         return self
 
     def __contains__(self, key: object) -> bool:
@@ -246,10 +245,8 @@ class Composite(TensorSpec):
             if include_nested and isinstance(spec, Composite):
                 inner = spec.items(True, leaves_only, is_leaf=is_leaf)
                 found += [((name, *as_tuple(key)), child) for key, child in inner]
-
             if leaf or not leaves_only:
                 found.append((name, spec))
-
         return found
 
     def keys(
@@ -294,17 +291,17 @@ class Composite(TensorSpec):
 
     def lock_(self, recurse: bool | None = True) -> Self:
         """Lock the spec and nested entries against changes."""
-        inner = () if recurse is False else self._composites()
-        for spec in inner:
-            spec.lock_(recurse)
+        if recurse is not False:
+            for spec in self._composites():
+                spec.lock_(recurse)
         self._locked = True
         return self
 
     def unlock_(self, recurse: bool | None = True) -> Self:
         """Allow changes again."""
-        inner = () if recurse is False else self._composites()
-        for spec in inner:
-            spec.unlock_(recurse)
+        if recurse is not False:
+            for spec in self._composites():
+                spec.unlock_(recurse)
         self._locked = False
         return self
 
@@ -340,10 +337,9 @@ class Composite(TensorSpec):
         if dest is None:
             return self
 
-        if isinstance(dest, torch.dtype):
-            moved = {}
-        else:
-            moved = {"device": torch.device(dest)}
+        moved: dict[str, Any] = {}
+        if not isinstance(dest, torch.dtype):
+            moved["device"] = torch.device(dest)
         return self._map_entries(lambda spec: spec.to(dest), **moved)
 
     def clear_device_(self) -> Self:
@@ -367,9 +363,8 @@ class Composite(TensorSpec):
         if self.data_cls is not None:
             return self.data_cls.from_dict(values, batch_size=size, device=self.device)
 
-        if self._names is None:
-            names = None
-        else:
+        names = None
+        if self._names is not None:
             names = [*(None,) * (len(size) - self.ndim), *self._names]
         return TensorDict(values, size, device=self.device, names=names)
 
@@ -394,11 +389,7 @@ class Composite(TensorSpec):
         if not _is_mapping(value):
             return False
 
-        if isinstance(value, dict):
-            entries = value
-        else:
-            entries = dict(value.items())
-
+        entries = value if isinstance(value, dict) else dict(value.items())
         return all(
             spec is None or (name in entries and spec.is_in(entries[name]))
             for name, spec in self._specs.items()
@@ -409,7 +400,6 @@ class Composite(TensorSpec):
         """Describe which entry of a value is wrong, or return None."""
         if not _is_mapping(value):
             return f"a tensordict or a dict was expected, got {type(value).__name__}"
-
         for name, spec in self.present().items():
             entry = value.get(name, None)
             if entry is None:
@@ -417,11 +407,9 @@ class Composite(TensorSpec):
 
             text = spec.problem(entry)
             if text is not None:
-                nested = isinstance(spec, Composite) and text.startswith(("'", "("))
-                if nested:
+                if isinstance(spec, Composite) and text.startswith(("'", "(")):
                     return _prefix(name, text)
                 return f"{name!r}: {text}"
-
         return None
 
     @override
@@ -439,7 +427,6 @@ class Composite(TensorSpec):
                 )
             if not spec.is_in(entry):
                 value[name] = spec.project(entry)
-
         return value
 
     @override
@@ -464,7 +451,6 @@ class Composite(TensorSpec):
                 raise OutsideSpecError(f"{name!r}: {error}") from error
             except ValueError as error:
                 raise ValueError(f"{name!r}: {error}") from error
-
         return self._fill((), encoded)
 
     @override
@@ -475,11 +461,8 @@ class Composite(TensorSpec):
             return
 
         for name, spec in self.present().items():
-            if isinstance(spec, Composite):
-                entry = None
-            else:
-                entry = name
-            spec.type_check(value.get(name), entry)
+            own_key = None if isinstance(spec, Composite) else name
+            spec.type_check(value.get(name), own_key)
 
     @override
     def to_numpy(self, value: Any, safe: bool | None = None) -> dict[str, Any]:

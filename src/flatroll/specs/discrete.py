@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.layout.checks import as_numbers, flags, shown, torch_device, whole_number
+from flatroll.layout.checks import as_numbers, as_text, check_device, check_flags, check_whole_number
 from flatroll.specs.arithmetic import check_holds, draw_categories, draw_masked, is_whole
 from flatroll.specs.shapes import Operation, Shape, as_shape, grid, shorten
 from flatroll.specs.tensor_spec import Device, DType, Numbers, OutsideSpecError, Ranged, TensorSpec
@@ -57,7 +57,6 @@ class Numbered(Ranged):
             raise ValueError(f"the mask must be bool, got {given.dtype}")
 
         sizes = (*self._full_shape(())[: self._frame.ndim], sum(counts))
-
         try:
             short = shorten(given.expand(sizes), 1).clone()  # the caller may write to its own mask
         except RuntimeError as error:
@@ -77,11 +76,10 @@ class Numbered(Ranged):
 
     @override
     def _domain_text(self, index: tuple[int, ...]) -> str:
-        if self.mask is None:
-            ending = ""
-        else:
-            ending = " that the mask allows"
-        return super()._domain_text(index) + ending
+        text = super()._domain_text(index)
+        if self.mask is not None:
+            text += " that the mask allows"
+        return text
 
     @override
     def _with_dtype(self, dtype: torch.dtype) -> Self:
@@ -170,19 +168,15 @@ class Categorical(Numbered):
         mask = self.mask
         if mask is None:
             return self.nth(draw_categories(self.n, self._full_shape(shape), self.device, generator))
-
-        if shape is None:
-            shape = ()
-        return self.nth(draw_masked(mask, as_shape(shape), generator))
+        front = as_shape(() if shape is None else shape)
+        return self.nth(draw_masked(mask, front, generator))
 
     def nth(self, counted: Tensor) -> Tensor:
         """The values of categories counted from 0."""
         assert self.dtype is not None
         if self.start:
-            value = counted + self.start
-        else:
-            value = counted
-        return value.to(self.dtype)
+            counted = counted + self.start
+        return counted.to(self.dtype)
 
     @override
     def closest(self, value: Tensor) -> Tensor:
@@ -191,7 +185,9 @@ class Categorical(Numbered):
         mask = self.mask
         if mask is None:
             return closest
-        away = (torch.arange(self.n, device=self.device) - (closest.long() - self.start).unsqueeze(-1)).abs()
+
+        places = closest.long() - self.start
+        away = (torch.arange(self.n, device=self.device) - places.unsqueeze(-1)).abs()
         return self.nth(away.masked_fill(~mask.expand(away.shape), self.n).argmin(-1))
 
     @override
@@ -219,6 +215,7 @@ class Categorical(Numbered):
 
     def to_one_hot(self, value: Tensor, safe: bool | None = None) -> Tensor:
         """Flags ``[..., n]``, bool, of categories ``[...]``; ``safe=True`` checks them first."""
+
         if safe:
             self.assert_is_in(value)
         return torch.nn.functional.one_hot(value.long() - self.start, self.n).bool()
@@ -235,14 +232,12 @@ class Categorical(Numbered):
 
     @override
     def _repr_parts(self) -> list[str]:
+        parts = [f"n={self.n}"]
         if self.start:
-            start = [f"start={self.start}"]
-        else:
-            start = []
-        parts = [f"n={self.n}", *start]
-        if self.mask is None:
-            return parts
-        return [*parts, "masked"]
+            parts.append(f"start={self.start}")
+        if self.mask is not None:
+            parts.append("masked")
+        return parts
 
 
 class Encoded(TensorSpec):
@@ -315,18 +310,13 @@ class Encoded(TensorSpec):
         text = self._misfit(value)
         if text is not None or self.is_in(value):
             return text
-
         assert isinstance(value, Tensor)
-        row = tuple((~self.to(value.device).allowed(value).all(-1)).nonzero()[0].tolist())
-        if row:
-            if len(row) == 1:
-                place = row[0]
-            else:
-                place = row
-            where = f"at index {place} "
-        else:
-            where = ""
 
+        row = tuple((~self.to(value.device).allowed(value).all(-1)).nonzero()[0].tolist())
+        where = ""
+        if row:
+            place = row[0] if len(row) == 1 else row
+            where = f"at index {place} "
         return f"{where}{self._domain_text(row)} was expected, got {value[row].tolist()}"
 
     @override
@@ -401,10 +391,8 @@ class OneHot(Encoded):
         mask: Numbers | None = None,
     ) -> None:
         n = as_count("n", n)
-        flags(use_register=use_register)
-        if shape is None:
-            shape = (n,)
-        sizes = as_shape(shape)
+        check_flags(use_register=use_register)
+        sizes = as_shape((n,) if shape is None else shape)
         if not sizes or sizes[-1] != n:
             raise ValueError(f"the last dim of the shape must be n={n}, got shape {tuple(sizes)}")
 
@@ -425,6 +413,7 @@ class OneHot(Encoded):
         right = flags.sum(-1, keepdim=True) == 1
         if value.dtype is not torch.bool:
             right &= ((value == 0) | flags).all(-1, keepdim=True)
+
         mask = self.mask
         if mask is None:
             return right
@@ -445,18 +434,13 @@ class OneHot(Encoded):
         if not self.use_register:
             return super().encode(value, ignore_device=ignore_device)
 
-        if isinstance(value, Tensor | np.generic):
-            key = value.item()
-        else:
-            key = value
-
+        key = value.item() if isinstance(value, Tensor | np.generic) else value
         if key not in self._register:
             if len(self._register) == self.n:
                 raise OutsideSpecError(
                     f"{key!r} would be category {self.n}, but there are only {self.n} categories"
                 )
             self._register[key] = len(self._register)
-
         return super().encode(self._register[key] + self.categories.start, ignore_device=ignore_device)
 
     @override
@@ -464,6 +448,7 @@ class OneHot(Encoded):
         numbers = super().to_numpy(value, safe)
         if not self.use_register:
             return numbers
+
         names = list(self._register)  # sorted by number
         return np.array([names[i] for i in numbers.reshape(-1)]).reshape(numbers.shape)
 
@@ -513,18 +498,18 @@ class MultiCategorical(Numbered):
         *,
         start: Numbers = 0,
     ) -> None:
-        flags(remove_singleton=remove_singleton)
+        check_flags(remove_singleton=remove_singleton)
         if device is not None:
-            device = torch_device("device", device)
-        counts = as_numbers("nvec", nvec, device)
-        counts = counts.reshape(1) if counts.ndim == 0 else counts
-        if counts.numel() == 0 or not is_whole(counts.dtype) or bool((counts < 1).any()):
-            raise ValueError(f"nvec must hold whole numbers of at least 1, got {shown(nvec)}")
+            device = check_device("device", device)
 
+        counts = as_numbers("nvec", nvec, device)
+        if counts.ndim == 0:
+            counts = counts.reshape(1)
+        if counts.numel() == 0 or not is_whole(counts.dtype) or bool((counts < 1).any()):
+            raise ValueError(f"nvec must hold whole numbers of at least 1, got {as_text(nvec)}")
         counts = counts.long()
-        if shape is None:
-            shape = counts.shape
-        sizes = as_shape(shape)
+
+        sizes = as_shape(counts.shape if shape is None else shape)
         if sizes[-1:] != counts.shape[-1:]:
             raise ValueError(
                 f"the last dim of the shape must be that of nvec, {counts.shape[-1]}, got shape {tuple(sizes)}"
@@ -532,8 +517,8 @@ class MultiCategorical(Numbered):
 
         super().__init__(sizes, None, device, dtype, "discrete")
         self.remove_singleton = remove_singleton
-        full = (*self._frame.shape, sizes[-1])
 
+        full = (*self._frame.shape, sizes[-1])
         try:
             first = as_numbers("start", start, device).long().expand(full)
             self._parameters = {
@@ -583,7 +568,10 @@ class MultiCategorical(Numbered):
         """The spec of each part, of shape ``shape[:-1]``."""
         counts = self._counts()
         starts = self._one_row("start").tolist()
-        masks = [None] * len(counts) if self.mask is None else self.mask.split_with_sizes(counts, -1)
+        masks: Any = [None] * len(counts)
+        if self.mask is not None:
+            masks = self.mask.split_with_sizes(counts, -1)
+
         return [
             Categorical(n, self.shape[:-1], self.device, self.dtype, mask, start=first)
             for n, first, mask in zip(counts, starts, masks, strict=True)
@@ -609,6 +597,7 @@ class MultiCategorical(Numbered):
         assert self.dtype is not None
         if self.mask is not None:
             return torch.stack([part.rand(shape, generator=generator) for part in self.parts()], -1)
+
         drawn = draw_categories(self._parameters["nvec"], self._full_shape(shape), self.device, generator)
         return (drawn + self._parameters["start"]).to(self.dtype)
 
@@ -634,14 +623,16 @@ class MultiCategorical(Numbered):
     @override
     def enumerate(self, use_mask: bool = False) -> Tensor:
         assert self.dtype is not None
-        parts = [
-            part.enumerate(use_mask).flatten(1)[:, 0] if part.ndim else part.enumerate(use_mask)
-            for part in self.parts()
-        ]
-        values = grid(parts).to(self.dtype)
-        shape = self._full_shape(())
+        listed = []
+        for part in self.parts():
+            values = part.enumerate(use_mask)
+            if part.ndim:
+                values = values.flatten(1)[:, 0]
+            listed.append(values)
 
-        return values.reshape(-1, *(1,) * (self.ndim - 1), shape[-1]).expand(-1, *shape)
+        rows = grid(listed).to(self.dtype)
+        shape = self._full_shape(())
+        return rows.reshape(-1, *(1,) * (self.ndim - 1), shape[-1]).expand(-1, *shape)
 
     def to_one_hot(self, value: Tensor, safe: bool | None = None) -> Tensor:
         """Flags ``[..., sum(nvec)]``, bool, of categories ``[..., k]``; ``safe=True`` checks them first."""
@@ -669,14 +660,11 @@ class MultiCategorical(Numbered):
     def _repr_parts(self) -> list[str]:
         rows = self._rows("nvec")
         same = bool((rows == rows[0]).all())
-        if same:
-            nvec = rows[0].tolist()
-        else:
-            nvec = rows.tolist()
-        parts = [f"nvec={nvec}"]
-        if self.mask is None:
-            return parts
-        return [*parts, "masked"]
+        counts = rows[0] if same else rows
+        parts = [f"nvec={counts.tolist()}"]
+        if self.mask is not None:
+            parts.append("masked")
+        return parts
 
 
 class MultiOneHot(Encoded):
@@ -706,19 +694,17 @@ class MultiOneHot(Encoded):
         use_register: bool = False,
         mask: Numbers | None = None,
     ) -> None:
-        flags(use_register=use_register)
+        check_flags(use_register=use_register)
         if use_register:
             raise ValueError("use_register=True supports only one category per value: use OneHot")
 
         counts = as_numbers("nvec", nvec).long().reshape(-1)
         total = int(counts.sum())
         self._counts: list[int] = counts.tolist()
-        if shape is None:
-            shape = (total,)
-
-        sizes = as_shape(shape)
+        sizes = as_shape((total,) if shape is None else shape)
         if not sizes or sizes[-1] != total:
             raise ValueError(f"the last dim of the shape must be sum(nvec)={total}, got shape {tuple(sizes)}")
+
         super().__init__(sizes, None, device, dtype, "discrete")
         self.categories = MultiCategorical(counts, (*sizes[:-1], len(counts)), device, mask=mask)
 
@@ -780,13 +766,14 @@ class Binary(Ranged):
     ) -> None:
         if n is None and shape is None:
             raise TypeError("n or shape must be given")
+        if n is not None:
+            n = as_count("n", n)
 
-        n = None if n is None else as_count("n", n)
-        if shape is None:
-            shape = n
-        sizes = as_shape(shape)
+        sizes = as_shape(n if shape is None else shape)
         last = sizes[-1] if sizes else 1
-        self.n = as_count("n", last) if n is None else n
+        if n is None:
+            n = as_count("n", last)
+        self.n = n
         if last != self.n:
             raise ValueError(f"the last dim of the shape must be n={n}, got shape {tuple(sizes)}")
 
@@ -825,7 +812,7 @@ class Binary(Ranged):
 def as_count(name: str, value: SupportsIndex, least: int = 1) -> int:
     """A whole number from ``least`` to 2**62, or one of NumPy's or torch's, such as the ``n`` of a Gymnasium space."""
     try:
-        number = operator.index(value) if hasattr(value, "dtype") else value
-        return whole_number(name, number, least, 2**62)
+        whole = operator.index(value) if hasattr(value, "dtype") else value
+        return check_whole_number(name, whole, least, 2**62)
     except (TypeError, RuntimeError) as error:  # an array of several numbers
-        raise TypeError(f"{name} must be an integer, got {shown(value)}") from error
+        raise TypeError(f"{name} must be an integer, got {as_text(value)}") from error

@@ -9,7 +9,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDictBase, lazy_stack
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.layout.checks import flags, whole_number
+from flatroll.layout.checks import check_flags, check_whole_number
 from flatroll.specs.shapes import Shape
 from flatroll.specs.tensor_spec import Device, TensorSpec
 
@@ -50,11 +50,11 @@ class NonTensor(TensorSpec):
         self.example_data = example_data
         if batched is not None and feature_dims is not None:
             raise ValueError("batched and feature_dims mean the same: pass one of them")
-
         if batched is not None:
-            flags(batched=batched)
+            check_flags(batched=batched)
         if feature_dims is not None:
-            whole_number("feature_dims", feature_dims, 0)
+            check_whole_number("feature_dims", feature_dims, 0)
+
         self.batched = bool(batched)
         self._feature_dims = feature_dims
 
@@ -73,24 +73,17 @@ class NonTensor(TensorSpec):
 
     @override
     def problem(self, value: Any) -> str | None:
-        if isinstance(value, Tensor) or (
-            isinstance(value, TensorDictBase) and not isinstance(value, NonTensorData | NonTensorStack)
-        ):
-            return f"data that are no tensor were expected, got {type(value).__name__}"
-
         wrapped = isinstance(value, NonTensorData | NonTensorStack)
+        if isinstance(value, Tensor) or (isinstance(value, TensorDictBase) and not wrapped):
+            return f"data that are no tensor were expected, got {type(value).__name__}"
         if wrapped and not self._fits(value.batch_size):
             return (
                 f"shape {tuple(self.shape)} was expected, after any batch dims, got {tuple(value.batch_size)}"
             )
+
         if self._space is None or (wrapped and 0 in value.batch_size):
             return None
-
-        if wrapped:
-            items = _data(value)
-        else:
-            items = [value]
-
+        items = _data(value) if wrapped else [value]
         for item in items:
             if not self._space.contains(item):
                 return f"a value of {self._space} was expected, got {item!r}"
@@ -102,13 +95,9 @@ class NonTensor(TensorSpec):
         if self._space is None:
             return self._fill(shape, lambda: self.example_data)
 
-        if generator:
-            device = generator.device
-        else:
-            device = None
+        device = generator.device if generator else None
         seed = torch.randint(2**31, (), generator=generator, device=device)
         self._space.seed(int(seed))
-
         return self._fill(shape, self._space.sample)
 
     @override
@@ -117,6 +106,7 @@ class NonTensor(TensorSpec):
         example = self.example_data
         if example is None and self._space is not None:
             self._space.seed(0)
+
             example = self._space.sample()
         return self._fill(shape, lambda: example)
 

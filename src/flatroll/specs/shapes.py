@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatroll.layout.checks import shown
+from flatroll.layout.checks import as_text
 
 Shape: TypeAlias = "int | np.integer[Any] | Sequence[int] | None"
 #: An operation on the first k dims of a tensor.
@@ -26,11 +26,14 @@ def as_shape(*shape: Shape, name: str = "shape") -> torch.Size:
     >>> as_shape(3), as_shape((2, 3)), as_shape(2, 3)
     (torch.Size([3]), torch.Size([2, 3]), torch.Size([2, 3]))
     """
-    sizes: Any = shape[0] if len(shape) == 1 and not isinstance(shape[0], int | np.integer) else shape
+    sizes: Any = shape
+    if len(shape) == 1 and not isinstance(shape[0], int | np.integer):
+        sizes = shape[0]
+
     try:
         made = torch.Size([operator.index(size) for size in sizes])
     except (TypeError, RuntimeError) as error:
-        raise TypeError(f"{name} must be an int or a sequence of ints, got {shown(sizes)}") from error
+        raise TypeError(f"{name} must be an int or a sequence of ints, got {as_text(sizes)}") from error
 
     if any(size >= 2**63 for size in made):
         raise ValueError(f"{name} must have dims below 2**63, got {tuple(made)}")
@@ -45,19 +48,22 @@ def shorten(parameter: Tensor, kept: int = 0) -> Tensor:
     cut = parameter.ndim - kept
     strides = parameter.stride()
     if any(stride == 0 and size > 1 for stride, size in zip(strides[:cut], parameter.shape, strict=False)):
-        parameter = parameter[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides[:cut])]
+        index = [slice(0, 1) if stride == 0 else slice(None) for stride in strides[:cut]]
+        parameter = parameter[tuple(index)]
+
     while parameter.ndim > kept and parameter.shape[0] == 1:
         parameter = parameter[0]
     return parameter
 
 
-def frame_of(shape: torch.Size) -> Tensor:
+def expanded_scalar(shape: torch.Size) -> Tensor:
     """Return an expanded scalar with these dims, ANY_LENGTH for -1; operations on it give the new shape."""
     if any(size < -1 or size == ANY_LENGTH for size in shape):
         raise ValueError(
             f"shape must have dims of at least 0, or -1 for any length, and none of {ANY_LENGTH}, which "
             f"represents -1 internally, got {tuple(shape)}"
         )
+
     return torch.empty(()).expand([ANY_LENGTH if size == -1 else size for size in shape])
 
 

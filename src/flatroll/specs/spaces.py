@@ -7,7 +7,7 @@ import torch
 from gymnasium import spaces
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase, is_tensor_collection
 
-from flatroll.layout.checks import expect, flags, torch_device
+from flatroll.layout.checks import check_device, check_flags, check_type
 from flatroll.layout.keys import is_entry
 from flatroll.specs.arithmetic import is_whole
 from flatroll.specs.bounded import Bounded, Unbounded
@@ -42,58 +42,68 @@ def as_spec(space: "spaces.Space[Any]", batch_size: Shape = (), device: Device =
     Categorical(shape=(), n=2, dtype=torch.int64)
     """
     batch = as_shape(batch_size, name="batch_size")
-    if device is None:
-        place = None
-    else:
-        place = torch_device("device", device)
-    spec = _spec_of(space, place)
+    if device is not None:
+        device = check_device("device", device)
+    spec = _from_space(space, device)
+
     if batch:
         return spec.expand(*batch, *spec.shape)
     return spec
 
 
-def _spec_of(space: Any, device: Device) -> TensorSpec:
+def _from_space(space: Any, device: Device) -> TensorSpec:
     if isinstance(space, spaces.Dict):
         names = {key: str(key) for key in space.spaces if isinstance(key, str | int | np.integer)}
         if len(set(names.values())) < len(space.spaces):
             raise TypeError(
                 f"the keys of a Dict space must be different strings or integers, got {list(space.spaces)}"
             )
-        children = {names[key]: _spec_of(child, device) for key, child in space.spaces.items()}
+        children = {names[key]: _from_space(child, device) for key, child in space.spaces.items()}
         return Composite(children, device=device)
 
     if isinstance(space, spaces.Tuple):
-        children = {str(i): _spec_of(child, device) for i, child in enumerate(space.spaces)}
+        children = {str(i): _from_space(child, device) for i, child in enumerate(space.spaces)}
         spec = Composite(children, device=device)
         spec.of_tuple = True
         return spec
-    if isinstance(space, spaces.Box):
-        dtype = as_dtype(space.dtype)
-        shape = space.shape
-        below = space.bounded_below
-        above = space.bounded_above
-        if not below.any() and not above.any():
-            return Unbounded(shape, device, dtype)
 
-        low, high = (_as_bound(bound, dtype, device) for bound in (space.low, space.high))
-        box = Bounded(low, high, shape, device, dtype)
-        if is_whole(dtype) and not (below.all() and above.all()):
-            return box.open_where(torch.from_numpy(~below), torch.from_numpy(~above))
-        return box
+    if isinstance(space, spaces.Box):
+        return _spec_of_box(space, device)
 
     if isinstance(space, spaces.Discrete):
         return Categorical(int(space.n), (), device, as_dtype(space.dtype), start=int(space.start))
+
     if isinstance(space, spaces.MultiDiscrete):
-        counts, start = (torch.as_tensor(part.astype(np.int64)) for part in (space.nvec, space.start))
-        start = torch.tensor(0) if not bool(start.any()) else start
+        counts = torch.as_tensor(space.nvec.astype(np.int64))
+        start = torch.as_tensor(space.start.astype(np.int64))
+        if not bool(start.any()):
+            start = torch.tensor(0)
         return MultiCategorical(counts, space.shape, device, as_dtype(space.dtype), start=start)
+
     if isinstance(space, spaces.MultiBinary):
-        flags = Binary(None, space.shape, device, as_dtype(space.dtype))
-        flags.by_shape = not isinstance(space.n, int | np.integer)
-        return flags
+        binary = Binary(None, space.shape, device, as_dtype(space.dtype))
+        binary.by_shape = not isinstance(space.n, int | np.integer)
+        return binary
+
     if not isinstance(space, spaces.Space):
         raise TypeError(f"space must be a gymnasium space, got {type(space).__name__}")
     return NonTensor((), device, space=space, batched=True)
+
+
+def _spec_of_box(space: spaces.Box, device: Device) -> TensorSpec:
+    """Return the spec of a Box: `Unbounded` where no number has a bound."""
+    dtype = as_dtype(space.dtype)
+    below = space.bounded_below
+    above = space.bounded_above
+    if not below.any() and not above.any():
+        return Unbounded(space.shape, device, dtype)
+
+    low = _as_bound(space.low, dtype, device)
+    high = _as_bound(space.high, dtype, device)
+    box = Bounded(low, high, space.shape, device, dtype)
+    if is_whole(dtype) and not (below.all() and above.all()):
+        return box.open_where(torch.from_numpy(~below), torch.from_numpy(~above))
+    return box
 
 
 def as_space(spec: TensorSpec) -> "spaces.Space[Any]":
@@ -109,59 +119,63 @@ def as_space(spec: TensorSpec) -> "spaces.Space[Any]":
     >>> as_space(as_spec(spaces.MultiDiscrete([3, 3], start=[0, 2])))
     MultiDiscrete([3 3], start=[0 2])
     """
-    expect("spec", spec, TensorSpec, "a spec", hint="as_spec makes one of a Gymnasium space")
+    check_type("spec", spec, TensorSpec, "a spec", hint="as_spec makes one of a Gymnasium space")
     if -1 in spec.shape:
         raise ValueError(f"no Gymnasium space has dims of any length, got shape {tuple(spec.shape)}")
     if getattr(spec, "mask", None) is not None:
         raise ValueError("Gymnasium spaces have no mask: call spec.update_mask(None) first")
+
     if type(spec) is Composite:
         children = {key: as_space(child) for key, child in spec.present().items()}
         if spec.of_tuple:
             return spaces.Tuple(list(children.values()))
         return spaces.Dict(children)
+
     if spec.dtype is torch.bfloat16:
         raise TypeError(
             "NumPy has no bfloat16, so Gymnasium spaces have none: call spec.to(torch.float32) first"
         )
+    dtype: Any = None
+    if spec.dtype is not None:
+        dtype = torch.empty(0, dtype=spec.dtype).numpy().dtype
+    shape = tuple(spec.shape)
 
-    dtype: Any = None if spec.dtype is None else torch.empty(0, dtype=spec.dtype).numpy().dtype
     if isinstance(spec, Bounded | Unbounded):
-        low, high = (end.cpu().numpy() for end in (spec.space.low, spec.space.high))
+        low: Any = spec.space.low.cpu().numpy()
+        high: Any = spec.space.high.cpu().numpy()
         below, above = spec.open_ends
-        least = -np.inf if below else low
-        most = np.inf if above else high
-        return spaces.Box(least, most, tuple(spec.shape), dtype)
+        if below:
+            low = -np.inf
+        if above:
+            high = np.inf
+        return spaces.Box(low, high, shape, dtype)
 
     if isinstance(spec, Categorical):
-        if not spec.shape:
-            # int64 is the default; before Gymnasium 1.2.2 there is no dtype argument.
-            if dtype in (None, np.int64):
-                options = {}
-            else:
-                options = {"dtype": dtype}
-            return spaces.Discrete(spec.n, start=spec.start, **options)
-        shape = tuple(spec.shape)
-        return spaces.MultiDiscrete(np.full(shape, spec.n), dtype, start=np.full(shape, spec.start))
+        if shape:
+            return spaces.MultiDiscrete(np.full(shape, spec.n), dtype, start=np.full(shape, spec.start))
+        # int64 is the default; before Gymnasium 1.2.2 there is no dtype argument.
+        options = {} if dtype in (None, np.int64) else {"dtype": dtype}
+        return spaces.Discrete(spec.n, start=spec.start, **options)
 
     if isinstance(spec, MultiCategorical):
         return spaces.MultiDiscrete(spec.nvec.cpu().numpy(), dtype, start=spec.start.cpu().numpy())
-    if isinstance(spec, NonTensor) and isinstance(spec.space, spaces.Space) and not spec.shape:
+
+    if isinstance(spec, NonTensor) and isinstance(spec.space, spaces.Space) and not shape:
         return spec.space
+
     if isinstance(spec, Binary | Encoded):
-        named = spec.ndim != 1 or getattr(spec, "by_shape", False)
-        n = tuple(spec.shape) if named else spec.shape[0]
-        return spaces.MultiBinary(n)
+        if spec.ndim != 1 or getattr(spec, "by_shape", False):
+            return spaces.MultiBinary(shape)
+        return spaces.MultiBinary(shape[0])
+
     raise TypeError(f"no Gymnasium space holds the values of {spec!r}")
 
 
 def _as_bound(bound: np.ndarray[Any, Any], dtype: torch.dtype, device: Device) -> Any:
     """Return a bound as a tensor; a scalar if all entries are equal, to be expanded."""
     same = bound.size > 0 and bool((bound == bound.flat[0]).all())
-    if same:
-        values = bound.flat[0]
-    else:
-        values = bound
-    return torch.as_tensor(np.array(values), dtype=dtype, device=device)
+    kept = bound.flat[0] if same else bound
+    return torch.as_tensor(np.array(kept), dtype=dtype, device=device)
 
 
 def make_composite_from_td(
@@ -179,8 +193,8 @@ def make_composite_from_td(
     >>> make_composite_from_td(TensorDict({"a": torch.zeros(4, 3)}, [4]))["a"]
     UnboundedContinuous(shape=(4, 3), dtype=torch.float32)
     """
-    expect("data", data, TensorDictBase, "a tensordict")
-    flags(unsqueeze_null_shapes=unsqueeze_null_shapes, dynamic_shape=dynamic_shape)
+    check_type("data", data, TensorDictBase, "a tensordict")
+    check_flags(unsqueeze_null_shapes=unsqueeze_null_shapes, dynamic_shape=dynamic_shape)
 
     specs: dict[str, TensorSpec] = {}
     value: Any
@@ -194,7 +208,9 @@ def make_composite_from_td(
                 value, unsqueeze_null_shapes=unsqueeze_null_shapes, dynamic_shape=dynamic_shape
             )
         else:
-            shape = tuple(value.shape) or ((1,) if unsqueeze_null_shapes else ())
+            shape = tuple(value.shape)
+            if not shape and unsqueeze_null_shapes:
+                shape = (1,)
             if dynamic_shape and value.ndim > data.ndim:
                 shape = (*shape[:-1], -1)
             specs[key] = Unbounded(shape, value.device, value.dtype)

@@ -11,7 +11,7 @@ from tensordict import lazy_stack
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.layout.checks import expect, whole_number
+from flatroll.layout.checks import check_type, check_whole_number
 from flatroll.layout.keys import NestedKey
 from flatroll.specs.composite import Composite, SpecLike, is_key
 from flatroll.specs.shapes import Operation, Shape, as_shape
@@ -31,18 +31,19 @@ def stack(specs: Sequence[Any], dim: int = 0) -> Any:
     >>> torch.stack([Bounded(0, 1, (3,)), Bounded(0, 2, (4,))])
     Stacked(shape=(2, -1), 2 of BoundedContinuous, dim=0, dtype=torch.float32)
     """
-    specs = list(expect("specs", specs, (list, tuple), "a list of specs"))
+    specs = list(check_type("specs", specs, (list, tuple), "a list of specs"))
     for i, spec in enumerate(specs):
-        expect(f"specs[{i}]", spec, TensorSpec, "a spec")
-    whole_number("dim", dim, -(2**31))
+        check_type(f"specs[{i}]", spec, TensorSpec, "a spec")
+    check_whole_number("dim", dim, -(2**31))
+
     if specs and all(spec == specs[0] for spec in specs[1:]):
         _, at = _stacked_shape(specs, dim)
         wider = specs[0].unsqueeze(at)
         return wider.expand(*wider.shape[:at], len(specs), *wider.shape[at + 1 :])
 
-    composite = specs and isinstance(specs[0], Composite)
-    kind = StackedComposite if composite else Stacked
-    return kind(*specs, dim=dim)
+    if specs and isinstance(specs[0], Composite):
+        return StackedComposite(*specs, dim=dim)
+    return Stacked(*specs, dim=dim)
 
 
 class Parallel(TensorSpec):
@@ -85,16 +86,16 @@ class Parallel(TensorSpec):
         inner = zip(*(spec._frame.shape[: dims - 1] for spec in specs), strict=True)
         sizes = [max(parts) for parts in inner]  # the largest size where they differ
         sizes.insert(dim, len(specs))
-        numbers = torch.arange(len(specs)).reshape([-1 if d == dim else 1 for d in range(dims)])
+        along_dim = [1] * dims
+        along_dim[dim] = -1
+        numbers = torch.arange(len(specs)).reshape(along_dim)
         probe = operation(numbers.expand(sizes))
 
         # The dims of the result along which the number of the spec changes.
-        along = [
-            d
-            for d in range(probe.ndim)
-            if probe.shape[d] > 1 and bool((probe != probe.narrow(d, 0, 1)).any())
-        ]
-
+        along = []
+        for d, size in enumerate(probe.shape):
+            if size > 1 and bool((probe != probe.narrow(d, 0, 1)).any()):
+                along.append(d)
         if len(along) > 1 or probe.numel() == 0:
             raise ValueError(
                 f"a {type(self).__name__} of shape {tuple(self.shape)}, stacked along dim {dim}, cannot be "
@@ -105,14 +106,12 @@ class Parallel(TensorSpec):
             """The spec of a number after the operation, without the dim along which the numbers change."""
             alone = specs[number]
             filled = alone.map_dims(lambda t: t.unsqueeze(dim), dims - 1)
-            wide = filled.map_dims(
-                lambda t: t.expand(*t.shape[:dim], len(specs), *t.shape[dim + 1 :]), dims
-            ).map_dims(operation, dims)
+            wide = filled.map_dims(lambda t: t.expand(*t.shape[:dim], len(specs), *t.shape[dim + 1 :]), dims)
+            changed = wide.map_dims(operation, dims)
             if at is None:
-                return wide
+                return changed
             index = (*(slice(None),) * along[0], at)
-
-            return wide.map_dims(lambda t: t[index], probe.ndim)
+            return changed.map_dims(lambda t: t[index], probe.ndim)
 
         if not along:
             number = int(probe.reshape(-1)[0])
@@ -121,8 +120,8 @@ class Parallel(TensorSpec):
             if alone == specs[number]:
                 return specs[number]
             return alone
-        order = probe.movedim(along[0], 0).reshape(probe.shape[along[0]], -1)[:, 0].tolist()
 
+        order = probe.movedim(along[0], 0).reshape(probe.shape[along[0]], -1)[:, 0].tolist()
         return stack([place(number, at) for at, number in enumerate(order)], along[0])
 
     @override
@@ -164,14 +163,14 @@ class Parallel(TensorSpec):
     @override
     def problem(self, value: Any) -> str | None:
         nested = isinstance(value, Tensor) and value.is_nested
-        if not hasattr(value, "unbind") or (value.ndim < self.ndim and not nested):
-            came = tuple(value.shape) if hasattr(value, "unbind") else type(value).__name__
-            return f"a value of shape {tuple(self.shape)} was expected, got {came}"
+        if not hasattr(value, "unbind"):
+            return f"a value of shape {tuple(self.shape)} was expected, got {type(value).__name__}"
+        if value.ndim < self.ndim and not nested:
+            return f"a value of shape {tuple(self.shape)} was expected, got {tuple(value.shape)}"
 
         parts = self._split_value(value)
         if len(parts) != len(self.specs):
             return f"{len(self.specs)} parts were expected along dim {self.dim}, got {len(parts)}"
-
         for number, (spec, part) in enumerate(zip(self.specs, parts, strict=True)):
             text = spec.problem(part)
             if text is not None:
@@ -183,11 +182,9 @@ class Parallel(TensorSpec):
         if self.is_in(value):
             return value
 
+        added = value.ndim - self.ndim
         if isinstance(value, Tensor) and value.is_nested:
             added = 0
-        else:
-            added = value.ndim - self.ndim
-
         parts = zip(self.specs, self._split_value(value), strict=True)
         return self._join([spec.project(part) for spec, part in parts], self.dim + added)
 
@@ -200,9 +197,9 @@ class Parallel(TensorSpec):
             parts = value.unbind(self.dim)
         else:
             parts = list(value)
-
         if len(parts) != len(self.specs):
             raise ValueError(f"{len(self.specs)} values were expected, one for each spec, got {len(parts)}")
+
         encoded = [s.encode(p, ignore_device=ignore_device) for s, p in zip(self.specs, parts, strict=True)]
         return self._join(encoded, self.dim)
 
@@ -281,7 +278,6 @@ class Stacked(Parallel):
             raise ValueError(
                 f"values of sizes {sizes} can be stacked only along dim 0: draw from spec.unbind() instead"
             )
-
         try:
             return torch.nested.nested_tensor(parts, layout=torch.jagged)
         except RuntimeError as error:
@@ -330,6 +326,7 @@ class StackedComposite(Parallel, Composite):
     def __getitem__(self, index: Any) -> Any:
         if not is_key(index):
             return TensorSpec.__getitem__(self, index)
+
         entries = [spec[index] for spec in self.specs]
         if None in entries:
             return None
@@ -341,6 +338,7 @@ class StackedComposite(Parallel, Composite):
         if isinstance(spec, Mapping):
             spec = Composite(spec, shape=self.shape, device=self.device)
         parts = [None] * len(self.specs) if spec is None else spec.unbind(self.dim)
+
         for own, part in zip(self.specs, parts, strict=True):
             own[key] = part
 
@@ -358,6 +356,7 @@ class StackedComposite(Parallel, Composite):
         if key is not None:
             super().type_check(value, key)
             return
+
         for spec, part in zip(self.specs, self._split_value(value), strict=True):
             spec.type_check(part)
 
@@ -393,7 +392,6 @@ def _stacked_shape(specs: Sequence[Any], dim: int) -> tuple[list[int], int]:
         raise ValueError("specs must hold at least one spec")
 
     first = specs[0]
-
     for spec in specs[1:]:
         same = all(isinstance(s, Composite) for s in (first, spec)) or _kind(spec) is _kind(first)
         devices = {s.device for s in (first, spec) if s.device is not None}
@@ -405,8 +403,12 @@ def _stacked_shape(specs: Sequence[Any], dim: int) -> tuple[list[int], int]:
     at = dim + first.ndim + 1 if dim < 0 else dim
     if not 0 <= at <= first.batch_ndim:
         raise IndexError(f"dim must be in [0, {first.batch_ndim}] for specs of {first.ndim} dims, got {dim}")
-    sizes = [size if all(s.shape[d] == size for s in specs) else -1 for d, size in enumerate(first.shape)]
 
+    sizes = []
+    for d, size in enumerate(first.shape):
+        if any(spec.shape[d] != size for spec in specs):
+            size = -1
+        sizes.append(size)
     return [*sizes[:at], len(specs), *sizes[at:]], at
 
 
@@ -454,11 +456,14 @@ def consolidate_spec(
     torch.Size([2, -1])
     """
     settings: Any = (recurse_through_entries, recurse_through_stack)
+
     if isinstance(spec, StackedComposite):
-        parts: list[Any] = [
-            consolidate_spec(part, *settings) if recurse_through_stack else part.clone()
-            for part in spec.specs
-        ]
+        parts: list[Any] = []
+        for part in spec.specs:
+            if recurse_through_stack:
+                parts.append(consolidate_spec(part, *settings))
+            else:
+                parts.append(part.clone())
 
         examples: dict[str, list[TensorSpec]] = {}
         for part in parts:
@@ -488,16 +493,17 @@ def _empty_like(specs: list[TensorSpec], batch: torch.Size) -> TensorSpec:
     if isinstance(first, Composite):
         return first.empty()
 
-    outer = first.batch_ndim
     # Size 0 where the sizes differ; if none does, in the dims after the batch's.
-    sizes = [
-        0 if size == -1 or any(spec.shape[d] != size for spec in specs) else size
-        for d, size in enumerate(first.shape[:outer])
-    ]
+    sizes = list(first.shape[: first.batch_ndim])
+    for d, size in enumerate(sizes):
+        if size == -1 or any(spec.shape[d] != size for spec in specs):
+            sizes[d] = 0
     if 0 not in sizes:
-        sizes = [size if d < len(batch) else 0 for d, size in enumerate(sizes)]
+        for d in range(len(batch), len(sizes)):
+            sizes[d] = 0
+
     if isinstance(first, Stacked):
-        rest = [size for d, size in enumerate(sizes) if d != first.dim]
+        rest = sizes[: first.dim] + sizes[first.dim + 1 :]
         return Stacked(*(_drop_rows(spec, rest) for spec in first.specs), dim=first.dim)
     return _drop_rows(first, sizes)
 

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.layout.checks import as_numbers, flags, shown, torch_device
+from flatroll.layout.checks import as_numbers, as_text, check_device, check_flags
 from flatroll.layout.keys import NestedKey
 from flatroll.specs.arithmetic import as_double, from_ordered, is_whole, to_ordered
 from flatroll.specs.shapes import (
@@ -22,7 +22,7 @@ from flatroll.specs.shapes import (
     Shape,
     as_shape,
     dims_used,
-    frame_of,
+    expanded_scalar,
     shorten,
     with_any,
 )
@@ -55,17 +55,17 @@ def as_dtype(dtype: DType) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
 
+    named = None
     if isinstance(dtype, str):
         named = getattr(torch, dtype, None)
-    else:
-        named = None
-
     if isinstance(named, torch.dtype):
         return named
     try:
         return torch.from_numpy(np.zeros(0, dtype)).dtype
     except (TypeError, ValueError) as error:
-        raise TypeError(f"dtype must be a torch dtype, such as torch.float32, got {shown(dtype)}") from error
+        raise TypeError(
+            f"dtype must be a torch dtype, such as torch.float32, got {as_text(dtype)}"
+        ) from error
 
 
 class TensorSpec(ABC):
@@ -108,11 +108,11 @@ class TensorSpec(ABC):
         if device is None:
             self.device = self._default_device
         else:
-            self.device = torch_device("device", device)
-
+            self.device = check_device("device", device)
         self.dtype = None if dtype is None else as_dtype(dtype)
         self.domain = domain
-        self._frame = frame_of(self.shape[: len(self.shape) - self.value_dims])
+
+        self._frame = expanded_scalar(self.shape[: len(self.shape) - self.value_dims])
         self._parameters = {}
         self._cache = {}
 
@@ -142,7 +142,8 @@ class TensorSpec(ABC):
         state = vars(new)
         state.update(vars(self))
         # A copy: masks are replaced in it.
-        state["_cache"], state["_parameters"] = {}, self._parameters.copy()
+        state["_cache"] = {}
+        state["_parameters"] = self._parameters.copy()
         state.update(attributes)
         return new
 
@@ -165,8 +166,8 @@ class TensorSpec(ABC):
     def map_dims(self, operation: Operation, dims: int) -> Self:
         """The spec after an operation on its first ``dims`` dims, which leaves those after them alone."""
         shape, frame = self._map_shape(operation, dims)
-        parameters: dict[str, Tensor] = {}
         behind = self._frame.ndim - dims
+        parameters: dict[str, Tensor] = {}
 
         for name, parameter in self._parameters.items():
             own = parameter.ndim - self._kept
@@ -188,15 +189,12 @@ class TensorSpec(ABC):
         outer = self.ndim - self.value_dims
         counted = [dim + self.ndim if dim < 0 else dim for dim in dims]
         if any(not 0 <= dim < outer for dim in counted):
+            own = ""
             if self.value_dims:
                 own = f", and its last {self.value_dims} belong to one value"
-            else:
-                own = ""
-
             raise IndexError(
                 f"{what} is not possible: {type(self).__name__} has shape {tuple(self.shape)}{own}"
             )
-
         return counted
 
     def _split(self, shape: torch.Size, what: str) -> torch.Size:
@@ -208,6 +206,7 @@ class TensorSpec(ABC):
                 f"{what} to {tuple(shape)} is not possible: the last dims of {type(self).__name__} with shape "
                 f"{tuple(self.shape)} belong to one value and stay {tuple(own)}"
             )
+
         return shape[:cut]
 
     def expand(self, *shape: Shape) -> Self:
@@ -216,7 +215,6 @@ class TensorSpec(ABC):
         dims = self._frame.ndim
         new = len(outer) - dims  # -1 means any length in a new dim, and the current size in an existing one
         outer = torch.Size([ANY_LENGTH if size == -1 and d < new else size for d, size in enumerate(outer)])
-
         try:
             return self.map_dims(lambda tensor: tensor.expand((*outer, *tensor.shape[dims:])), dims)
         except RuntimeError as error:
@@ -242,8 +240,10 @@ class TensorSpec(ABC):
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Self:
         """Merge several dims into one; ``end_dim=-1`` is the last one before a value's own dims."""
-        end_dim = end_dim - self.value_dims if end_dim < 0 else end_dim
+        if end_dim < 0:
+            end_dim -= self.value_dims
         start, end = self._outer("flatten", start_dim, end_dim)
+
         return self.map_dims(lambda tensor: tensor.flatten(start, end), self._frame.ndim)
 
     def unflatten(self, dim: int, sizes: Shape) -> Self:
@@ -255,14 +255,16 @@ class TensorSpec(ABC):
     def squeeze(self, dim: int | None = None) -> Self:
         """Drop a dim, or all dims, of size 1 before a value's own dims."""
         if dim is None:
-            drop = tuple(d for d, size in enumerate(self._frame.shape) if size == 1)
+            drop = tuple(range(self._frame.ndim))
         else:
             drop = tuple(self._outer("squeeze", dim))
 
-        full = tuple(
-            0 if d in drop and size == 1 else slice(None) for d, size in enumerate(self._frame.shape)
-        )
-        return self.map_dims(lambda tensor: tensor[full], self._frame.ndim)
+        full: list[Any] = [slice(None)] * self._frame.ndim
+        for d in drop:
+            if self._frame.shape[d] == 1:
+                full[d] = 0
+        index = tuple(full)
+        return self.map_dims(lambda tensor: tensor[index], self._frame.ndim)
 
     def unsqueeze(self, dim: int) -> Self:
         """Insert a dim of size 1."""
@@ -270,6 +272,7 @@ class TensorSpec(ABC):
         if not 0 <= at <= self._frame.ndim:
             self._outer("unsqueeze", at)
             raise IndexError(f"unsqueeze({dim}) is not possible for a spec of {self.ndim} dims")
+
         return self.map_dims(lambda tensor: tensor.unsqueeze(at), at)
 
     def __getitem__(self, index: Any) -> Any:
@@ -283,17 +286,17 @@ class TensorSpec(ABC):
     def _full_index(self, index: Any) -> tuple[Any, ...]:
         """The index as a tuple without ``...``, so that dims behind the batch's do not shift it."""
         items = list(index) if isinstance(index, tuple) else [index]
-        items = [
-            torch.as_tensor(item) if isinstance(item, list | tuple | range | np.ndarray) else item
-            for item in items
-        ]
+        for place, item in enumerate(items):
+            if isinstance(item, list | tuple | range | np.ndarray):
+                items[place] = torch.as_tensor(item)
+
         free = self._frame.ndim - sum(map(dims_used, items))
         places = [place for place, item in enumerate(items) if item is Ellipsis]
         if free < 0 or len(places) > 1:
             self._outer(f"the index {index}", self.ndim)
-
         for place in places:
             items[place : place + 1] = [slice(None)] * free
+
         for item, used in zip(items, accumulate(map(dims_used, items), initial=0), strict=False):
             # A slice of a dim of any length has an unknown length.
             if isinstance(item, slice) and item != slice(None) and used in self._open_dims():
@@ -334,7 +337,6 @@ class TensorSpec(ABC):
             if dest == self.dtype:
                 return self
             return self._with_dtype(dest)
-
         device = torch.device(dest)
         if device == self.device:
             return self
@@ -397,7 +399,8 @@ class TensorSpec(ABC):
     def _full_shape(self, shape: Shape) -> torch.Size:
         """``[*shape, *self.shape]``, with 1 for dims of any length."""
         front = () if shape is None else as_shape(shape)
-        return torch.Size([*front, *(1 if size == -1 else size for size in self.shape)])
+        own = [1 if size == -1 else size for size in self.shape]
+        return torch.Size([*front, *own])
 
     def allowed(self, value: Tensor) -> Tensor:
         """Which entries of a value of the right shape, dtype and device are in the domain: bool, one for each."""
@@ -423,10 +426,9 @@ class TensorSpec(ABC):
 
     def _fits(self, shape: torch.Size) -> bool:
         """Whether a shape ends with that of the spec, whose dims of size -1 take any length."""
+        last = shape
         if self.ndim <= len(shape):
             last = shape[len(shape) - self.ndim :]
-        else:
-            last = shape
 
         return last == self.shape or (
             len(last) == self.ndim
@@ -466,22 +468,16 @@ class TensorSpec(ABC):
         text = self._misfit(value)
         if text is not None:
             return text
-
         assert isinstance(value, Tensor)
         allowed = self.to(value.device).allowed(value)
         if bool(allowed.all()):
             return None
 
         first = tuple((~allowed).nonzero()[0].tolist())
+        where = ""
         if first:
-            if len(first) == 1:
-                place = first[0]
-            else:
-                place = first
+            place = first[0] if len(first) == 1 else first
             where = f"at index {place} "
-        else:
-            where = ""
-
         return f"{where}a value of {self._domain_text(first)} was expected, got {_short(value[first])}"
 
     def _domain_text(self, index: tuple[int, ...]) -> str:
@@ -504,7 +500,7 @@ class TensorSpec(ABC):
         dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
         if not dense or not self._fits(value.shape):
             raise ValueError(
-                f"value must be a tensor of shape {tuple(self.shape)}, after any batch dims, got {shown(value)}"
+                f"value must be a tensor of shape {tuple(self.shape)}, after any batch dims, got {as_text(value)}"
             )
         return self.closest(value)
 
@@ -523,21 +519,20 @@ class TensorSpec(ABC):
             OutsideSpecError: the value is outside, or would change in this dtype.
             ValueError: it has another shape.
         """
-        flags(ignore_device=ignore_device)
+        check_flags(ignore_device=ignore_device)
         if not isinstance(value, Tensor):
             # As float64, because torch rounds lists to float32; as a copy, because torch supports no negative
             # strides.
             try:
                 value = np.ascontiguousarray(value).reshape(np.shape(value))
             except (TypeError, ValueError, RuntimeError) as error:  # for example a ragged list
-                raise TypeError(f"value must be an array or a tensor, got {shown(value)}") from error
+                raise TypeError(f"value must be an array or a tensor, got {as_text(value)}") from error
 
         given = as_numbers("value", value)
         if not ignore_device:
             given = given.to(self.device)
         tensor = self._fit_shape(self._cast(given))
         self.assert_is_in(tensor)
-
         return tensor
 
     def _cast(self, given: Tensor) -> Tensor:
@@ -545,14 +540,10 @@ class TensorSpec(ABC):
         assert self.dtype is not None
         if given.dtype is self.dtype:
             return given
-
         tensor = given.to(self.dtype)
         if is_whole(self.dtype):
             changed = not torch.equal(tensor.to(given.dtype), given)
-        else:
-            changed = None
-
-        if changed is None:  # floats may be rounded, but must stay finite
+        else:  # floats may be rounded, but must stay finite
             changed = bool((tensor.isinf() & ~given.isinf()).any())
         if changed:
             raise OutsideSpecError(f"{_short(given)} cannot be written as {self.dtype} without changing it")
@@ -561,6 +552,7 @@ class TensorSpec(ABC):
     def _fit_shape(self, tensor: Tensor) -> Tensor:
         if self._fits(tensor.shape) and tensor.ndim == self.ndim:
             return tensor
+
         if [size for size in tensor.shape if size != 1] != [size for size in self.shape if size != 1]:
             raise ValueError(
                 f"a value of shape {tuple(self.shape)} was expected, got {tuple(tensor.shape)}: expand the spec for a "
@@ -602,9 +594,9 @@ class TensorSpec(ABC):
             return True
         if type(self) is not type(other) or not isinstance(other, TensorSpec):
             return False
-
         mine = self._parameters
         its = other._parameters
+
         return (
             self.shape == other.shape
             and self.dtype == other.dtype
@@ -654,7 +646,8 @@ class Ranged(TensorSpec):
         limits: tuple[Tensor, Tensor] | None = self._cache.get("limits")
         if limits is None:
             low, high = self._limits()
-            limits = self._cache["limits"] = to_ordered(low), to_ordered(high)
+            limits = (to_ordered(low), to_ordered(high))
+            self._cache["limits"] = limits
         return limits
 
     @override
@@ -678,7 +671,9 @@ class Ranged(TensorSpec):
     def closest(self, value: Tensor) -> Tensor:
         assert self.dtype is not None
         value = value.to(self.device)
-        if is_whole(value.dtype) and is_whole(self.dtype) and torch.uint64 not in (value.dtype, self.dtype):
+        whole = is_whole(value.dtype) and is_whole(self.dtype)
+
+        if whole and torch.uint64 not in (value.dtype, self.dtype):
             low, high = (limit.long() for limit in self._limits())
             numbers = value.long().clamp(low, high)
         else:
@@ -701,9 +696,8 @@ class Ranged(TensorSpec):
     @override
     def _domain_text(self, index: tuple[int, ...]) -> str:
         sizes = self._full_shape(())
-        at = tuple(
-            0 if size == 1 else i for i, size in zip(index[len(index) - self.ndim :], sizes, strict=True)
-        )
+        own = index[len(index) - self.ndim :]
+        at = tuple(0 if size == 1 else i for i, size in zip(own, sizes, strict=True))
         return self._range_text.format(*(limit.expand(sizes)[at].item() for limit in self._limits()))
 
 
@@ -724,9 +718,5 @@ def _short(value: Tensor) -> str:
     numbers = value.detach().reshape(-1)[:8].tolist()
     if value.numel() == 1:
         return str(numbers[0])
-
-    if value.numel() > 8:
-        more = ", ..."
-    else:
-        more = ""
+    more = ", ..." if value.numel() > 8 else ""
     return f"[{', '.join(map(str, numbers))}{more}]"

@@ -46,10 +46,8 @@ class PromptData(TensorClass):
             pad_token_id: token at padding. Default: 0; masked tokens are never read.
         """
         places = torch.arange(self.input_ids.shape[-1], device=self.input_ids.device)
-        prompt = places <= self.prompt_rindex.unsqueeze(
-            -1
-        )  # [B, L]; the index points to the last prompt token
-
+        # [B, L]; the index points to the last prompt token.
+        prompt = places <= self.prompt_rindex.unsqueeze(-1)
         return PromptData(
             input_ids=self.input_ids.where(prompt, pad_token_id),
             attention_mask=prompt.to(torch.int64),
@@ -91,7 +89,6 @@ class PromptData(TensorClass):
             num_workers=num_workers,
             tokenizer=tokenizer,
         )
-
         data = loader.load()
         columns: dict[str, Any] = dict(data.items())
         return cls(**columns, labels=data["input_ids"], batch_size=data.batch_size)
@@ -155,15 +152,16 @@ class PairwiseDataset(TensorClass):
             num_workers=num_workers,
             tokenizer=tokenizer,
         )
-
         data = loader.load()
-        half = len(data) // 2  # the chosen texts come first, then the rejected ones
-        halves: list[dict[str, Any]] = [
-            {key: column[part] for key, column in data.items()} for part in (slice(half), slice(half, None))
-        ]
-        chosen, rejected = (RewardData(**columns, batch_size=[half]) for columns in halves)
 
-        return cls(chosen_data=chosen, rejected_data=rejected, batch_size=[half])
+        half = len(data) // 2  # the chosen texts come first, then the rejected ones
+        chosen: dict[str, Any] = {key: column[:half] for key, column in data.items()}
+        rejected: dict[str, Any] = {key: column[half:] for key, column in data.items()}
+        return cls(
+            chosen_data=RewardData(**chosen, batch_size=[half]),
+            rejected_data=RewardData(**rejected, batch_size=[half]),
+            batch_size=[half],
+        )
 
 
 def _comparisons_as_texts(dataset: Any, min_words: int = 5) -> Any:
@@ -174,7 +172,6 @@ def _comparisons_as_texts(dataset: Any, min_words: int = 5) -> Any:
         if row["chosen"] != row["rejected"]
         and min(len(row["chosen"].split()), len(row["rejected"].split())) >= min_words
     ]
-
     if not pairs:
         raise ValueError(f"the data set has no pair of different texts with at least {min_words} words")
     chosen, rejected = zip(*pairs, strict=True)

@@ -14,7 +14,15 @@ import torch
 from tensordict import TensorDict
 
 from flatroll.buffers import ReplayBuffer, SamplerWithoutReplacement, TensorStorage
-from flatroll.layout.checks import expect, file_path, flags, function, shown, torch_device, whole_number
+from flatroll.layout.checks import (
+    as_text,
+    check_device,
+    check_flags,
+    check_function,
+    check_path,
+    check_type,
+    check_whole_number,
+)
 
 
 class TokenizedDatasetLoader:
@@ -59,21 +67,22 @@ class TokenizedDatasetLoader:
         *,
         tokenizer: Any = None,
     ) -> None:
-        expect("split", split, str, "the name of a split")
-        whole_number("max_length", max_length)
-        expect("dataset_name", dataset_name, (str, Path), "the name of a data set or a folder")
-        function("tokenizer_fn", tokenizer_fn, "a class such as TensorDictTokenizer")
-        if pre_tokenization_hook is not None:
-            function("pre_tokenization_hook", pre_tokenization_hook)
-        if root_dir is not None:
-            file_path("root_dir", root_dir)
+        check_type("split", split, str, "the name of a split")
+        check_whole_number("max_length", max_length)
+        check_type("dataset_name", dataset_name, (str, Path), "the name of a data set or a folder")
+        check_function("tokenizer_fn", tokenizer_fn, "a class such as TensorDictTokenizer")
 
-        flags(from_disk=from_disk)
-        whole_number("valid_size", valid_size, 0)
+        if pre_tokenization_hook is not None:
+            check_function("pre_tokenization_hook", pre_tokenization_hook)
+        if root_dir is not None:
+            check_path("root_dir", root_dir)
+        check_flags(from_disk=from_disk)
+        check_whole_number("valid_size", valid_size, 0)
         if num_workers is not None:
-            whole_number("num_workers", num_workers, 0)
+            check_whole_number("num_workers", num_workers, 0)
+
         if tokenizer is not None and not hasattr(tokenizer, "pad_token"):
-            raise TypeError(f"tokenizer must be a tokenizer of transformers, got {shown(tokenizer)}")
+            raise TypeError(f"tokenizer must be a tokenizer of transformers, got {as_text(tokenizer)}")
         if tokenizer is not None and (tokenizer_class is not None or tokenizer_model_name is not None):
             raise ValueError("pass either tokenizer=, or tokenizer_class and tokenizer_model_name")
 
@@ -90,10 +99,10 @@ class TokenizedDatasetLoader:
         self.from_disk = from_disk
         self.valid_size = valid_size
         self.num_workers = num_workers
+
         if tokenizer is None:
             source = tokenizer_class or _import_extra("transformers").AutoTokenizer
             tokenizer = source.from_pretrained(tokenizer_model_name or "gpt2")
-
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         self.tokenizer = tokenizer
@@ -146,14 +155,12 @@ class TokenizedDatasetLoader:
             "max_length": self.max_length,
             "format": 1,
         }
-
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
     def _write(self, dataset: Any, folder: Path) -> None:
         """Tokenize into a temporary folder and rename it; if another process was first, use its result."""
         self.root_dir.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(dir=self.root_dir, prefix=".writing-"))
-
         try:
             tokenized = dataset.map(
                 self.tokenizer_fn(self.tokenizer, max_length=self.max_length, return_tensordict=False),
@@ -173,8 +180,9 @@ class TokenizedDatasetLoader:
                     "or have no prompt"
                 )
 
-            rows = {key: column if bool(valid.all()) else column[valid] for key, column in columns.items()}
-            TensorDict(rows, [int(valid.sum())]).memmap(str(staging / "rows"))
+            if not bool(valid.all()):
+                columns = {key: column[valid] for key, column in columns.items()}
+            TensorDict(columns, [int(valid.sum())]).memmap(str(staging / "rows"))
 
             try:
                 os.rename(staging / "rows", folder)
@@ -193,7 +201,6 @@ def tokenizer_state(tokenizer: Any) -> Any:
     else:
         state = json.loads(backend.to_str())
         rules = [{key: part for key, part in state.items() if key not in ("padding", "truncation")}]
-
     special = [tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.truncation_side]
     return [type(tokenizer).__name__, rules, special]
 
@@ -212,14 +219,13 @@ def create_infinite_iterator(iterator: Iterable[Any]) -> Iterator[Any]:
     [1, 2, 1, 2, 1]
     """
     if not isinstance(iterator, Iterable) or (isinstance(iterator, torch.Tensor) and not iterator.ndim):
-        raise TypeError(f"iterator must be a list or another iterable, got {shown(iterator)}")
+        raise TypeError(f"iterator must be a list or another iterable, got {as_text(iterator)}")
 
     while True:
         empty = True
         for item in iterator:
             empty = False
             yield item
-
         if empty:
             raise ValueError(
                 "iterator is empty or exhausted: pass an iterable that is not empty and can be restarted"
@@ -263,17 +269,13 @@ def get_dataloader(
     Raises:
         ValueError: the data set has fewer rows than a batch.
     """
-    whole_number("batch_size", batch_size)
-    flags(infinite=infinite)
-    whole_number("prefetch", prefetch, 0)
-    torch_device("device", device)
-    function("tensorclass_type.from_dataset", getattr(tensorclass_type, "from_dataset", None))
+    check_whole_number("batch_size", batch_size)
+    check_flags(infinite=infinite)
+    check_whole_number("prefetch", prefetch, 0)
+    check_device("device", device)
+    check_function("tensorclass_type.from_dataset", getattr(tensorclass_type, "from_dataset", None))
 
-    if tokenizer is None:
-        options = {}
-    else:
-        options = {"tokenizer": tokenizer}
-
+    given = {} if tokenizer is None else {"tokenizer": tokenizer}
     data = tensorclass_type.from_dataset(
         split=split,
         dataset_name=dataset_name,
@@ -281,13 +283,13 @@ def get_dataloader(
         root_dir=root_dir,
         from_disk=from_disk,
         num_workers=num_workers,
-        **options,
+        **given,
     )
 
     if len(data) < batch_size:
         raise ValueError(f"batch_size must be at most the {len(data)} rows of the data set, got {batch_size}")
 
-    def rows_of(drawn: Any) -> Any:
+    def stack_rows(drawn: Any) -> Any:
         return data[drawn["row"]].to(device)
 
     # The buffer holds only row numbers: the rows stay in their files until they are drawn.
@@ -296,7 +298,7 @@ def get_dataloader(
         sampler=SamplerWithoutReplacement(drop_last=True),
         batch_size=batch_size,
         prefetch=prefetch,
-        transform=rows_of,
+        transform=stack_rows,
     )
 
     if infinite:

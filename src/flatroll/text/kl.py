@@ -8,7 +8,7 @@ from typing import Literal, Protocol, TypeAlias
 
 from torch import Tensor
 
-from flatroll.layout.checks import dense_tensor, number, one_of, shown
+from flatroll.layout.checks import as_text, check_choice, check_dense_tensor, check_number
 
 #: Names of the estimates of `kl_estimate`.
 KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
@@ -47,8 +47,8 @@ def kl_estimate(log_ratio: Tensor, estimator: KLEstimator = "k1") -> Tensor:
     tensor([0.1250, 0.1250])
     tensor([0.1065, 0.1487])
     """
-    dense_tensor("log_ratio", log_ratio)
-    if one_of("estimator", estimator, ("k1", "k2", "k3")) == "k1":
+    check_dense_tensor("log_ratio", log_ratio)
+    if check_choice("estimator", estimator, ("k1", "k2", "k3")) == "k1":
         return log_ratio
     if estimator == "k2":
         return log_ratio.square() / 2
@@ -73,7 +73,7 @@ class KLControllerBase(ABC):
     """
 
     def __init__(self, coef: float, model: HasCoefficient | None = None) -> None:
-        self.coef = float(number("coef", coef))
+        self.coef = float(check_number("coef", coef))
         self.model = model
         if model is not None:
             if not hasattr(model, "kl_coef"):
@@ -105,17 +105,12 @@ class ConstantKLController(KLControllerBase):
 
     def __init__(self, *, kl_coef: float | None = None, model: HasCoefficient | None = None) -> None:
         if kl_coef is None:
-            coef = getattr(model, "kl_coef", None)
-        else:
-            coef = kl_coef
-
-        if coef is None and (model is None or hasattr(model, "kl_coef")):
+            kl_coef = getattr(model, "kl_coef", None)
+        if kl_coef is None and (model is None or hasattr(model, "kl_coef")):
             raise ValueError("kl_coef is missing: pass a number, or a model that has one")
-        if coef is None:
-            coefficient = 0.0
-        else:
-            coefficient = number("kl_coef", coef, least=0, below=math.inf)
-        super().__init__(coefficient, model)
+
+        coef = 0.0 if kl_coef is None else check_number("kl_coef", kl_coef, least=0, below=math.inf)
+        super().__init__(coef, model)
 
     def update(
         self, kl_values: Sequence[float] | None = None, *, kl: float | None = None, n_steps: int | None = None
@@ -153,7 +148,7 @@ class AdaptiveKLController(KLControllerBase):
         self, *, init_kl_coef: float, target: float, horizon: int, model: HasCoefficient | None = None
     ) -> None:
         for name, value in (("init_kl_coef", init_kl_coef), ("target", target), ("horizon", horizon)):
-            number(name, value, above=0, below=math.inf)
+            check_number(name, value, above=0, below=math.inf)
         super().__init__(init_kl_coef, model)
         self.target = float(target)
         self.horizon = horizon
@@ -183,9 +178,8 @@ class AdaptiveKLController(KLControllerBase):
             if not isinstance(kl_values, Sequence | Tensor) or (
                 isinstance(kl_values, Tensor) and not kl_values.ndim
             ):
-                raise TypeError(f"kl_values must be a list of numbers, got {shown(kl_values)}")
-
-            rewards = [x if isinstance(x, float) else float(number("kl_values", x)) for x in kl_values]
+                raise TypeError(f"kl_values must be a list of numbers, got {as_text(kl_values)}")
+            rewards = [x if isinstance(x, float) else float(check_number("kl_values", x)) for x in kl_values]
             if not rewards:
                 raise ValueError("kl_values is empty: do a rollout before the update")
             if n_steps is not None:
@@ -194,18 +188,16 @@ class AdaptiveKLController(KLControllerBase):
             kl = -math.fsum(rewards) / len(rewards) / self.coef
 
         assert kl is not None
-        kl = kl if isinstance(kl, float) else float(number("kl", kl))
+        if not isinstance(kl, float):
+            kl = float(check_number("kl", kl))
         if not math.isfinite(kl):
             raise ValueError(f"the KL must be finite, got {kl}: a log-probability is not finite")
-
-        if n_steps is None:
-            n_steps = 1
-        else:
-            n_steps = number("n_steps", n_steps, above=0)
+        n_steps = 1 if n_steps is None else check_number("n_steps", n_steps, above=0)
 
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         factor = max(1 + error * n_steps / self.horizon, _SMALLEST_FACTOR)
         self.coef = min(max(self.coef * factor, sys.float_info.min), sys.float_info.max)
+
         if self.model is not None:
             self.model.kl_coef = self.coef
         return self.coef

@@ -8,7 +8,16 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from flatroll.layout import ACTION, IS_INIT, NEXT, OBSERVATION, STEP_COUNT
-from flatroll.layout.checks import expect, flags, function, number, one_of, shown, whole_number, writer_number
+from flatroll.layout.checks import (
+    as_text,
+    check_choice,
+    check_flags,
+    check_function,
+    check_number,
+    check_type,
+    check_whole_number,
+    check_writer_number,
+)
 from flatroll.layout.keys import ID_BITS
 from flatroll.text.data import PromptData
 from flatroll.text.kl import KLControllerBase, KLEstimator, kl_estimate
@@ -86,44 +95,44 @@ class RolloutFromModel:
         writer: int = 0,
     ) -> None:
         if num_steps is not None:
-            whole_number("num_steps", num_steps)
-        one_of("kl_estimator", kl_estimator, get_args(KLEstimator))
-        flags(flat=flat, allow_off_policy=allow_off_policy)
+            check_whole_number("num_steps", num_steps)
+        check_choice("kl_estimator", kl_estimator, get_args(KLEstimator))
+        check_flags(flat=flat, allow_off_policy=allow_off_policy)
+
         self.model = model
         self.ref_model = ref_model
         self.reward_model = reward_model
-        self.kl_coef = float(number("kl_coef", kl_coef))
-        if kl_scheduler is not None:
-            function("kl_scheduler.update", getattr(kl_scheduler, "update", None))
-        if generator is not None:
-            expect("generator", generator, torch.Generator, "a torch.Generator or None")
+        self.kl_coef = float(check_number("kl_coef", kl_coef))
 
-        self.max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
-        self.score_clip = float(number("score_clip", score_clip, least=0))
+        if kl_scheduler is not None:
+            check_function("kl_scheduler.update", getattr(kl_scheduler, "update", None))
+        if generator is not None:
+            check_type("generator", generator, torch.Generator, "a torch.Generator or None")
+
+        self.max_new_tokens = check_whole_number("max_new_tokens", max_new_tokens)
+        self.score_clip = float(check_number("score_clip", score_clip, least=0))
         self.kl_scheduler = kl_scheduler
         self.flat = flat
         self.kl_estimator: KLEstimator = kl_estimator
-        self.eos_token_ids = _eos_of(model, eos_token_id)
 
+        self.eos_token_ids = _eos_ids(model, eos_token_id)
         if pad_token_id is None:
-            pad = _config_value(model, "pad_token_id")
-        else:
-            pad = pad_token_id
+            pad_token_id = _config_value(model, "pad_token_id")
+        if pad_token_id is None:
+            pad_token_id = 0
+        self.pad_token_id = _in_vocabulary(model, "pad_token_id", pad_token_id)
 
-        if pad is None:
-            pad = 0
-        self.pad_token_id = _in_vocabulary(model, "pad_token_id", pad)
         self.generation_config = generation_config
         self.allow_off_policy = allow_off_policy
         if generation_config is not None and not hasattr(generation_config, "to_diff_dict"):
             raise TypeError(
                 f"generation_config must be a transformers.GenerationConfig, got {type(generation_config).__name__}"
             )
-
         if generation_config is not None:
             check_config(generation_config, model, max_new_tokens, allow_off_policy)
+
         self.generator = generator
-        self.sequences = Sequences(writer_number(writer) << ID_BITS)
+        self.sequences = Sequences(check_writer_number(writer) << ID_BITS)
         self._kls: deque[float] = deque(maxlen=num_steps)
         self._steps: CachedSteps | None = None
 
@@ -138,7 +147,7 @@ class RolloutFromModel:
         for name in ("model", "ref_model", "reward_model"):
             network = getattr(self, name)
             if isinstance(network, type) or not callable(network):
-                raise TypeError(f"{name} must be a callable model, got {shown(network)}")
+                raise TypeError(f"{name} must be a callable model, got {as_text(network)}")
         return self.create_rollout_td(batch, *self.generate(batch))
 
     @torch.no_grad()
@@ -163,7 +172,6 @@ class RolloutFromModel:
 
         prompts, mask = pad_left(batch.input_ids, lengths, self.pad_token_id)
         ends: dict[str, Any] = {"eos": self.eos_token_ids, "pad": self.pad_token_id}
-
         with evaluating(self.model, self.ref_model):
             log_probs: Tensor | None = None
             if config is None:
@@ -193,14 +201,13 @@ class RolloutFromModel:
 
         log_probs = log_probs.masked_fill(~real, 0.0)
         log_ratio = log_ratio.masked_fill(~real, 0.0)
+
         rows, length = batch.input_ids.shape
         place = torch.arange(length + self.max_new_tokens, device=tokens.device).expand(rows, -1)
         own = place < lengths.unsqueeze(1)  # the prompt's tokens; all others are padding until they are drawn
-        generated = torch.nn.functional.pad(batch.input_ids, (0, self.max_new_tokens)).where(
-            own, self.pad_token_id
-        )
+        padded = torch.nn.functional.pad(batch.input_ids, (0, self.max_new_tokens))
+        generated = padded.where(own, self.pad_token_id)
         generated.scatter_(1, self._places(lengths), tokens)
-
         return generated, log_probs.unsqueeze(-1), log_ratio
 
     @torch.no_grad()
@@ -233,13 +240,16 @@ class RolloutFromModel:
         action = generated.gather(1, self._places(lengths))
         ends = is_end(action, self.eos_token_ids)
         real = _up_to_first(ends)
+
         counts = real.sum(1)
         text, step = real.nonzero().unbind(1)  # [N] each: text and position of the drawn tokens
         row = text * self.max_new_tokens + step  # [N], both as one index
         whole = lengths + counts
         written = torch.arange(generated.shape[1], device=generated.device) < whole.unsqueeze(1)  # [B, L + T]
+
         score = self._scores(batch, generated, written)
         final = counts.cumsum(0) - 1  # row of the last token of each text
+
         kl = kl_estimate(log_ratio.flatten().index_select(0, row), self.kl_estimator)
         self._kls.append(float(kl.mean()))
         reward_kl = -self.kl_coef * kl
@@ -249,6 +259,7 @@ class RolloutFromModel:
         after = {"reward": raw + reward_kl, "reward_raw": raw, "reward_kl": reward_kl}
         after |= {"terminated": terminated, "truncated": done ^ terminated, "done": done}
         after = {name: column.unsqueeze(1) for name, column in after.items()}
+
         device = generated.device
         drawn = action.flatten()
         if self.flat:
@@ -263,7 +274,6 @@ class RolloutFromModel:
         after = {name: _spread(column, row, shape) for name, column in after.items()}
         now, then = _whole_texts(generated, lengths, counts, self.pad_token_id, shape[1])
         now |= {ACTION: action, "sample_log_prob": log_probs}
-
         return TensorDict(now | {"collector": {"mask": real}, NEXT: after | then}, shape, device)
 
     def step_scheduler(self) -> float:
@@ -279,7 +289,6 @@ class RolloutFromModel:
                 raise ValueError("step_scheduler needs a rollout since its last call")
             mean = sum(self._kls) / len(self._kls)
             self.kl_coef = self.kl_scheduler.update(kl=mean, n_steps=len(self._kls))
-
         self._kls.clear()
         return self.kl_coef
 
@@ -306,12 +315,11 @@ class RolloutFromModel:
                 raise ValueError(
                     f"reward_model must return (rewards, scores) with scores [{len(written)}], got {tuple(score.shape)}"
                 )
-
         score, own = (score.reshape(-1).to(generated.device, torch.float32) for score in both)
+
         if not bool((score - own).isfinite().all()):
             raise ValueError("reward_model returned a score that is not finite")
         gain: Tensor = score - own
-
         return gain.clamp(-self.score_clip, self.score_clip)
 
     def _prompt_lengths(self, batch: PromptData) -> Tensor:
@@ -320,7 +328,7 @@ class RolloutFromModel:
             raise TypeError(f"batch must be a PromptData, got {type(batch).__name__}")
 
         rindex = batch.prompt_rindex
-        (rows, length) = batch.input_ids.shape
+        rows, length = batch.input_ids.shape
         if rindex.shape != (rows,) or rows == 0:
             raise ValueError(
                 f"prompt_rindex must have shape {(rows,)}, with at least one row, got {tuple(rindex.shape)}"
@@ -343,8 +351,8 @@ class RolloutFromModel:
                 f"prompts of up to {last + 1} tokens and max_new_tokens={self.max_new_tokens} make texts "
                 f"of {longest} tokens, but the model reads at most {most}"
             )
-        lengths: Tensor = rindex + 1
 
+        lengths: Tensor = rindex + 1
         return lengths
 
 
@@ -379,7 +387,6 @@ def _whole_texts(
     mask = place < known.unsqueeze(2)
     texts = {"input_ids": generated.unsqueeze(1).where(mask, pad), "attention_mask": mask}
     now = {key: column[:, :-1].clone() for key, column in texts.items()}
-
     return now, {key: column[:, 1:].clone() for key, column in texts.items()}
 
 
@@ -393,7 +400,7 @@ def _config_value(model: object, name: str) -> Any:
 
 def _in_vocabulary(model: object, name: str, token: int) -> int:
     size = getattr(getattr(model, "config", None), "vocab_size", None)
-    whole_number(name, token, -(2**63))
+    check_whole_number(name, token, -(2**63))
     if token < 0 or (size is not None and token >= size):
         raise ValueError(
             f"{name} {token} is not a token of the model (vocab_size={size}): pass {name}=tokenizer.{name}"
@@ -401,15 +408,14 @@ def _in_vocabulary(model: object, name: str, token: int) -> int:
     return int(token)
 
 
-def _eos_of(model: object, eos: int | list[int] | None) -> list[int]:
-    eos = _config_value(model, "eos_token_id") if eos is None else eos
+def _eos_ids(model: object, eos: int | list[int] | None) -> list[int]:
+    if eos is None:
+        eos = _config_value(model, "eos_token_id")
     if eos is None:
         raise ValueError(
             "eos_token_id is neither given nor in the model's configuration: pass tokenizer.eos_token_id, or [] if no "
             "token ends a text"
         )
 
-    return [
-        _in_vocabulary(model, "eos_token_id", token)
-        for token in (list(eos) if isinstance(eos, (list, tuple)) else [eos])
-    ]
+    tokens = list(eos) if isinstance(eos, (list, tuple)) else [eos]
+    return [_in_vocabulary(model, "eos_token_id", token) for token in tokens]

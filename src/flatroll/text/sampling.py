@@ -93,19 +93,18 @@ class CachedSteps:
             options[self._argument(name)] = value
 
         output = self.model(input_ids=tokens, attention_mask=mask, position_ids=position, **options)
-        return output.logits[:, -1], self._cache_of(output)
+        return output.logits[:, -1], self._find_cache(output)
 
     def _argument(self, written: str) -> str:
         """Name of the argument for a cache, which the output calls ``written``."""
         return next((name for name in _CACHE_NAMES if name in self._accepted), written)
 
-    def _cache_of(self, output: Any) -> tuple[str, Any]:
+    def _find_cache(self, output: Any) -> tuple[str, Any]:
         """The output's cache, with the name that it has there."""
         for name in _CACHE_NAMES:
             value = getattr(output, name, None)
             if value is not None:
                 return name, value
-
         raise ValueError(
             "model must return a cache of keys and values when it is called with use_cache=True, as cache or "
             f"past_key_values, but {type(self.model).__name__} returned none: pass a generation_config, so that "
@@ -122,7 +121,6 @@ class CachedSteps:
         drawn_from, expected, without = (
             some[0].float().softmax(-1) for some in (logits[own], whole, alone)
         )  # [V] each
-
         # Half of the sum of absolute differences: the share of draws that could differ, 0 to 1.
         to_whole = float((drawn_from - expected).abs().sum() / 2)
         to_alone = float((drawn_from - without).abs().sum() / 2)
@@ -185,7 +183,6 @@ def sample_tokens(
             break
         known = length + step + 1
         logits, cache = steps.next(texts[:, :known], mask[:, :known], position[:, :known], cache)
-
     return texts[:, length:], log_probs
 
 
@@ -198,17 +195,15 @@ def generate_tokens(
     for name, value in _PLAIN.items():
         if getattr(config, name, None) is None:
             setattr(config, name, value)
-
     config.max_new_tokens = max_new_tokens
     config.pad_token_id = pad
     config.eos_token_id = eos or None
     config.return_dict_in_generate = False
-    drawn = model.generate(input_ids=prompts, attention_mask=mask, generation_config=config)[
-        :, prompts.shape[1] :
-    ]
+
+    texts = model.generate(input_ids=prompts, attention_mask=mask, generation_config=config)
+    drawn = texts[:, prompts.shape[1] :]
     tokens = torch.full((len(prompts), max_new_tokens), pad, device=prompts.device)
     tokens[:, : drawn.shape[1]] = drawn
-
     return tokens
 
 
@@ -247,13 +242,13 @@ def check_config(config: Any, model: object, max_new_tokens: int, allow_off_poli
         for name, value in changes.items()
         if name not in _HARMLESS and value is not None and value != _PLAIN.get(name, ())
     }
-
     refused = {name: value for name, value in unlike.items() if name in _REFUSED}
     if refused:
         raise ValueError(
             f"generation_config has {_as_text(refused)}: a rollout draws one text for each prompt, which ends "
             "at EOS or after max_new_tokens; repeat prompts to draw several"
         )
+
     if config.max_new_tokens not in (None, max_new_tokens):
         raise ValueError(
             f"generation_config.max_new_tokens is {config.max_new_tokens}, but max_new_tokens is {max_new_tokens}: "
@@ -281,7 +276,6 @@ def token_log_probs(model: nn.Module, tokens: Tensor, mask: Tensor, count: int) 
     inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": position}
     logits = last_logits(model, count + 1, **{name: value.to(device) for name, value in inputs.items()})
     chosen = tokens[:, -count:].to(device)
-
     # The logits at position t predict token t + 1, so the last logits are not needed.
     losses = cross_entropy(logits[:, :-1].flatten(0, 1).float(), chosen.flatten(), reduction="none")
     return -losses.view(chosen.shape).to(tokens.device)
@@ -292,7 +286,6 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
     """Turn dropout off in all models, and back on where it was."""
     modules = [module for model in models if isinstance(model, nn.Module) for module in model.modules()]
     training = [module for module in modules if module.training]
-
     try:
         for module in training:
             module.training = False

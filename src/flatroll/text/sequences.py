@@ -11,7 +11,14 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from flatroll.layout import OBSERVATION, NestedKey, require
-from flatroll.layout.checks import dense_tensor, expect, need_keys, need_rows, shown, whole_number
+from flatroll.layout.checks import (
+    as_text,
+    check_dense_tensor,
+    check_keys,
+    check_rows,
+    check_type,
+    check_whole_number,
+)
 
 
 class Sequences:
@@ -32,11 +39,10 @@ class Sequences:
     """
 
     def __init__(self, first: int = 0) -> None:
-        self._first = whole_number("first", first, 0)
+        self._first = check_whole_number("first", first, 0)
         self._tokens = torch.zeros(0, dtype=torch.int64)
-        self._bounds = torch.zeros(
-            1, dtype=torch.int64
-        )  # sequence k has the tokens bounds[k] to bounds[k + 1]
+        # Sequence k has the tokens bounds[k] to bounds[k + 1].
+        self._bounds = torch.zeros(1, dtype=torch.int64)
 
     def __len__(self) -> int:
         return len(self._bounds) - 1
@@ -47,7 +53,7 @@ class Sequences:
 
     def __getitem__(self, number: int) -> Tensor:
         """All tokens of a sequence, int64 ``[length]``."""
-        place = int(self._places(torch.tensor([whole_number("number", number, -(2**63))]))[0])
+        place = int(self._places(torch.tensor([check_whole_number("number", number, -(2**63))]))[0])
         start, stop = self._bounds[place : place + 2].tolist()
         return self._tokens[start:stop]
 
@@ -71,7 +77,6 @@ class Sequences:
         self._tokens = torch.cat([self._tokens.to(tokens.device), tokens])
         bounds = self._bounds.to(tokens.device)
         self._bounds = torch.cat([bounds, bounds[-1] + lengths.cumsum(0)])
-
         return torch.arange(self._first + known, self._first + len(self), device=tokens.device)
 
     def forget(self, before: int | None = None) -> None:
@@ -82,7 +87,7 @@ class Sequences:
         if before is None:
             stop = self._first + len(self)
         else:
-            stop = whole_number("before", before, -(2**63))
+            stop = check_whole_number("before", before, -(2**63))
         count = min(max(stop - self._first, 0), len(self))
         start = self._bounds[count]
 
@@ -103,7 +108,8 @@ class Sequences:
         """
         places = self._places(_whole_numbers("numbers", numbers))
         if length is not None:
-            whole_number("length", length, 0)
+            check_whole_number("length", length, 0)
+
         start = self._bounds[places].unsqueeze(1)
         stop = self._bounds[places + 1].unsqueeze(1)
         if length is None:
@@ -120,16 +126,18 @@ class Sequences:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a table."""
-        expect("state", state, Mapping, "the state_dict() of a Sequences table")
+        check_type("state", state, Mapping, "the state_dict() of a Sequences table")
         if not state.keys() >= {"first", "tokens", "bounds"}:
             raise ValueError(f"state must have entries first, tokens and bounds, got {list(state.keys())}")
 
         bounds = _whole_numbers("state['bounds']", state["bounds"])
-        dense_tensor("state['tokens']", state["tokens"])
+        check_dense_tensor("state['tokens']", state["tokens"])
         if int(bounds[-1]) != len(state["tokens"]) or int(bounds[0]) != 0 or bool((bounds.diff() < 0).any()):
             raise ValueError(
                 "state has bounds that do not fit its tokens: it is not the state of a Sequences table"
             )
+
+        # Together, as the parts of one table: an interrupt must not come between.
         self._first, self._tokens, self._bounds = int(state["first"]), state["tokens"], bounds
 
     def _places(self, numbers: Tensor) -> Tensor:
@@ -141,20 +149,18 @@ class Sequences:
                 kept = f"{self._first} to {self._first + len(self) - 1}"
             else:
                 kept = "none"
-
             raise KeyError(
                 f"sequence {int(numbers[unknown.nonzero()[0, 0]])} is not in the table (kept: {kept}): it was "
                 "forgotten, or its row comes from another rollout"
             )
-
         return places
 
 
 def _whole_numbers(name: str, column: Tensor, device: torch.device | None = None) -> Tensor:
     """Return a column after checking that it is one of integers."""
-    dense_tensor(name, column, device)
+    check_dense_tensor(name, column, device)
     if column.ndim != 1 or column.is_floating_point() or column.dtype is torch.bool or column.is_meta:
-        raise TypeError(f"{name} must be integers of shape [K], got {shown(column)}")
+        raise TypeError(f"{name} must be integers of shape [K], got {as_text(column)}")
     return column
 
 
@@ -184,9 +190,12 @@ class TextModule(TensorDictModuleBase):
         in_key: NestedKey = OBSERVATION,
     ) -> None:
         super().__init__()
-        expect("model", model, nn.Module, "a model of transformers")
-        expect("sequences", sequences, Sequences, "a table of sequences, such as RolloutFromModel.sequences")
-        need_keys(out_key=out_key, in_key=in_key)
+        check_type("model", model, nn.Module, "a model of transformers")
+        check_type(
+            "sequences", sequences, Sequences, "a table of sequences, such as RolloutFromModel.sequences"
+        )
+        check_keys(out_key=out_key, in_key=in_key)
+
         self.model = model
         self.sequences = sequences
         read = [in_key]
@@ -198,21 +207,26 @@ class TextModule(TensorDictModuleBase):
 
     def forward(self, batch: TensorDictBase) -> TensorDictBase:
         """Write the model's output for each row of ``batch`` ``[*B]``."""
-        need_rows(batch)
+        check_rows(batch)
         observation = require(batch, self._in_key)
         if observation.shape != (*batch.batch_size, 2) or observation.dtype != torch.int64:
             raise ValueError(
-                f"batch[{self._in_key!r}] must be int64 of shape {[*batch.batch_size, 2]}, got {shown(observation)}"
+                f"batch[{self._in_key!r}] must be int64 of shape {[*batch.batch_size, 2]}, got {as_text(observation)}"
             )
 
         number, length = observation.reshape(-1, 2).unbind(1)
         distinct, sequence = torch.unique(number, return_inverse=True)
-        longest, shortest = (int(x) for x in (length.max(), length.min())) if len(length) else (1, 1)
+        longest = 1
+        shortest = 1
+        if len(length):
+            longest = int(length.max())
+            shortest = int(length.min())
+
         tokens, mask = self.sequences.padded(distinct, longest)
         logits = last_logits(self.model, longest - shortest + 1, input_ids=tokens, attention_mask=mask)
-
         # Logits are kept from position shortest - 1 on: a text of n tokens is read at index n - shortest.
         rows = logits[sequence, length - shortest]
+
         batch.set(self._out_key, rows.reshape(*batch.batch_size, *rows.shape[1:]))
         return batch
 
@@ -235,7 +249,6 @@ def last_logits(model: nn.Module, count: int, **inputs: Tensor) -> Tensor:
         options["logits_to_keep"] = count
     if "use_cache" not in accepted:
         del options["use_cache"]
-
     with noted("In the model (model, ref_model) that reads the texts of a batch"):
         logits: Tensor = model(**inputs, **options).logits
     return logits[:, -count:]

@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from flatroll.layout.checks import expect, flags, function, one_of, shown, torch_device, whole_number
+from flatroll.layout.checks import (
+    as_text,
+    check_choice,
+    check_device,
+    check_flags,
+    check_function,
+    check_type,
+    check_whole_number,
+)
 
 
 class TensorDictTokenizer:
@@ -49,14 +57,16 @@ class TensorDictTokenizer:
         return_tensordict: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
-        function("tokenizer", tokenizer, "a tokenizer of transformers")
-        whole_number("max_length", max_length)
-        expect("key", key, str, "the name of an entry")
-        one_of("padding", padding, (True, False, "longest", "max_length", "do_not_pad"))
-        one_of("truncation", truncation, (True, False, "longest_first", "only_first", "do_not_truncate"))
-        flags(return_tensordict=return_tensordict)
+        check_function("tokenizer", tokenizer, "a tokenizer of transformers")
+        check_whole_number("max_length", max_length)
+        check_type("key", key, str, "the name of an entry")
+        check_choice("padding", padding, (True, False, "longest", "max_length", "do_not_pad"))
+        check_choice(
+            "truncation", truncation, (True, False, "longest_first", "only_first", "do_not_truncate")
+        )
+        check_flags(return_tensordict=return_tensordict)
         if device is not None:
-            torch_device("device", device)
+            check_device("device", device)
         if padding and getattr(tokenizer, "pad_token_id", None) is None:
             raise ValueError(
                 "tokenizer has no pad token: set tokenizer.pad_token = tokenizer.eos_token, or pass padding=False"
@@ -83,7 +93,6 @@ class TensorDictTokenizer:
             truncation=self.truncation,
             padding_side="right",
         )
-
         return {key: list(encoded[key]) for key in ("input_ids", "attention_mask")}
 
     def _result(self, columns: dict[str, list[Any]], single: bool) -> Any:
@@ -100,10 +109,11 @@ class TensorDictTokenizer:
                 'padding="max_length", or return_tensordict=False'
             )
 
-        tensors = {
-            key: torch.tensor(column, dtype=torch.bool if key == "valid_sample" else torch.int64)
-            for key, column in columns.items()
-        }
+        tensors = {}
+        for key, column in columns.items():
+            dtype = torch.bool if key == "valid_sample" else torch.int64
+            tensors[key] = torch.tensor(column, dtype=dtype)
+
         batch = TensorDict(tensors, [len(columns["input_ids"])], device=self.device)
         if single:
             return batch[0]
@@ -167,7 +177,6 @@ class PromptTensorDictTokenizer(TensorDictTokenizer):
         own = self.tokenizer(prompts, max_length=self.max_length, truncation=self.truncation)["input_ids"]
         columns["prompt_rindex"] = []
         columns["valid_sample"] = []
-
         for ids, mask, alone in zip(columns["input_ids"], columns["attention_mask"], own, strict=True):
             count = sum(mask)
             pairs = zip(ids[:count], alone, strict=False)
@@ -181,7 +190,7 @@ class PromptTensorDictTokenizer(TensorDictTokenizer):
 
 def _texts(sample: Mapping[str, Any], key: str) -> list[str]:
     """The entry as a list; KeyError that names those that are there."""
-    expect("sample", sample, Mapping, "a mapping of entries to texts")
+    check_type("sample", sample, Mapping, "a mapping of entries to texts")
     if key not in sample.keys():  # noqa: SIM118 (a tensordict has no other way)
         raise KeyError(
             f"the example has no entry {key!r}: it has {', '.join(sorted(map(repr, sample.keys())))}"
@@ -190,5 +199,5 @@ def _texts(sample: Mapping[str, Any], key: str) -> list[str]:
     value: str | Sequence[str] = sample[key]
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
-        raise TypeError(f"sample[{key!r}] must be a text or a list of texts, got {shown(value)}")
+        raise TypeError(f"sample[{key!r}] must be a text or a list of texts, got {as_text(value)}")
     return list(texts)

@@ -15,9 +15,16 @@ from typing_extensions import override
 
 from flatroll import buffers
 from flatroll.buffers.columns.column import Columns
-from flatroll.buffers.steps.staging import window_of
+from flatroll.buffers.steps.staging import choose_window
 from flatroll.buffers.transforms.transform import TransformLike
-from flatroll.layout.checks import expect, file_path, flags, number, torch_device, whole_number
+from flatroll.layout.checks import (
+    check_device,
+    check_flags,
+    check_number,
+    check_path,
+    check_type,
+    check_whole_number,
+)
 from flatroll.layout.keys import (
     ACTION,
     IS_INIT,
@@ -42,7 +49,7 @@ Array: TypeAlias = np.ndarray[Any, Any]
 DISCOUNTS = "discounts"  # entry of n-step rows
 
 
-class Entry(NamedTuple):
+class StoredSpace(NamedTuple):
     """How the observations or actions of E envs are stored."""
 
     name: str  # for error messages
@@ -110,9 +117,9 @@ def n_step_returns(n_steps: int, gamma: float | None) -> NStepReturns | None:
     Raises:
         TypeError, ValueError: ``n_steps`` or ``gamma`` is out of range, or ``gamma`` is missing.
     """
-    whole_number("n_steps", n_steps)
+    check_whole_number("n_steps", n_steps)
     if gamma is not None:
-        number("gamma", gamma, least=0, most=1)
+        check_number("gamma", gamma, least=0, most=1)
 
     if n_steps == 1:
         return None
@@ -188,7 +195,7 @@ class FlatReplayBuffer(ReplayBuffer):
         sampler: buffers.Sampler | None = None,
         transform: TransformLike | None = None,
     ) -> None:
-        flags(optimize_memory_usage=optimize_memory_usage)
+        check_flags(optimize_memory_usage=optimize_memory_usage)
         if optimize_memory_usage:
             raise ValueError(
                 "optimize_memory_usage=True is not needed: FlatReplayBuffer already stores each observation "
@@ -196,18 +203,18 @@ class FlatReplayBuffer(ReplayBuffer):
             )
 
         for name, space in (("observation_space", observation_space), ("action_space", action_space)):
-            expect(name, space, spaces.Space, "a space of Gymnasium")
+            check_type(name, space, spaces.Space, "a space of Gymnasium")
 
         if not (isinstance(device, str) and device == "auto"):
-            torch_device("device", device)
-        flags(compact=compact, handle_timeout_termination=handle_timeout_termination)
+            check_device("device", device)
+        check_flags(compact=compact, handle_timeout_termination=handle_timeout_termination)
         if not callable(storage):
-            file_path("storage", storage)
+            check_path("storage", storage)
             storage = partial(buffers.LazyMemmapStorage, scratch_dir=storage)
-        whole_number("buffer_size", buffer_size)
+        check_whole_number("buffer_size", buffer_size)
 
         BaseBuffer.__init__(self, buffer_size, observation_space, action_space, device, n_envs)
-        steps = max(buffer_size // whole_number("n_envs", n_envs), 1)
+        steps = max(buffer_size // check_whole_number("n_envs", n_envs), 1)
         self.buffer_size = steps
         self.optimize_memory_usage = False
         self.handle_timeout_termination = handle_timeout_termination
@@ -225,17 +232,17 @@ class FlatReplayBuffer(ReplayBuffer):
             small = sum(
                 math.prod(entry.stored) * entry.dtype.itemsize for entry in self._observations.values()
             )
-            window = min(steps, window_of(64 * n_envs, n_envs, None))
+            window = min(steps, choose_window(64 * n_envs, n_envs, None))
             if sampler is None and small <= 2048 and steps >= 16 * 256:
                 window = 256
-        if steps < whole_number("window", window):
+        if steps < check_whole_number("window", window):
             raise ValueError(
                 f"buffer_size={buffer_size} holds {steps} steps of {n_envs} envs, less than a window of {window}: "
                 f"make it {window * n_envs} or more, or pass a smaller window"
             )
 
         dtype = np.dtype(self._maybe_cast_dtype(action_space.dtype))
-        self._action = Entry(
+        self._action = StoredSpace(
             "action", (n_envs, *(action_space.shape or ())), (n_envs, self.action_dim), dtype
         )
         self._n_step = n_step_returns(n_steps, gamma)
@@ -257,12 +264,12 @@ class FlatReplayBuffer(ReplayBuffer):
         self._none = np.zeros(n_envs, np.bool_)
         self._loaded = False
 
-    def _entry(self, key: NestedKey, space: spaces.Space[Any]) -> Entry:
+    def _entry(self, key: NestedKey, space: spaces.Space[Any]) -> StoredSpace:
         """What is stored of an observation, or of one in a Dict space."""
         name = "obs" if isinstance(key, str) else f"obs[{key[1]!r}]"
         shape = space.shape or ()
         stored: Any = get_obs_shape(space)
-        return Entry(name, (self.n_envs, *shape), (self.n_envs, *stored), np.dtype(space.dtype))
+        return StoredSpace(name, (self.n_envs, *shape), (self.n_envs, *stored), np.dtype(space.dtype))
 
     def _encodings(self, frame_stack: Any, codec: Any) -> dict[str, Any]:
         """The options of the storage, by entry; given by key of a Dict space, or once for all observations."""
@@ -278,7 +285,7 @@ class FlatReplayBuffer(ReplayBuffer):
                 options[name] = dict.fromkeys(self._observations, value)
 
         for key, frames in options.get("frame_stack", {}).items():
-            whole_number("frame_stack", frames)
+            check_whole_number("frame_stack", frames)
             shape = self._observations[key].stored[1:]
             if frames > 1 and shape[:1] != (frames,):
                 raise ValueError(
@@ -343,7 +350,7 @@ class FlatReplayBuffer(ReplayBuffer):
                     self.pos = 0
 
     def _find_abandoned(self, step: Mapping[NestedKey, Any]) -> Array:
-        """Which envs do not go on from the last row written, bool ``[E]``."""
+        """Which envs do not continue from the last row written, bool ``[E]``."""
         left = self._none.copy()
         if len(self.writer):
             at = [self.writer.steps - 1] * self.n_envs

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from flatroll.modules import LSTMModule
-from flatroll.modules.networks import with_weights_of
+from flatroll.modules.networks import share_weights
 from flatroll.trainers.versions import trainer_imports
 
 with trainer_imports("sb3-contrib", "2.7", "3", "sb3"):
@@ -96,7 +96,7 @@ def process_sequence(
 
     # The policy's LSTM is time-major, which must not matter for flat rows: make another LSTM with the same
     # parameters.
-    sharing: Any = with_weights_of(nn.LSTM, lstm)
+    sharing: Any = share_weights(nn.LSTM, lstm)
     module = LSTMModule(lstm=sharing, in_key="features", out_key="latent")
     latent, _ = module.over_runs(features, lstm_states, episode_starts > 0)
     return latent, lstm_states

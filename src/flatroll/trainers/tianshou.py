@@ -30,7 +30,7 @@ from flatroll.layout import (
     require,
     run_ends,
 )
-from flatroll.layout.checks import one_of, writer_number
+from flatroll.layout.checks import check_choice, check_writer_number
 from flatroll.layout.export import to_numpy
 from flatroll.layout.final import check_final, next_values, read_final
 from flatroll.layout.keys import ID_BITS
@@ -71,7 +71,7 @@ def to_batch(batch: TensorDictBase, *, final: TensorDictBase | None = None, cuts
     >>> rows.obs.shape, rows.rew.dtype, rows.truncated.tolist()[-1]
     ((10, 4), dtype('float64'), True)
     """
-    one_of("cuts", cuts, ("mark", "refuse"))
+    check_choice("cuts", cuts, ("mark", "refuse"))
     if batch.batch_dims != 1:
         raise ValueError(
             f"batch must have batch size [N], got {list(batch.batch_size)}: join() concatenates the rows"
@@ -230,7 +230,7 @@ def from_buffer(buffer: Any, *, writer: int = 0) -> TensorDict:
         batch.set(key, torch.from_numpy(flag).unsqueeze(-1))
 
     batch.set(REWARD, torch.from_numpy(reward.astype(np.float32)).unsqueeze(-1))
-    ids = (first | after_end).cumsum() - 1 + (writer_number(writer) << ID_BITS)
+    ids = (first | after_end).cumsum() - 1 + (check_writer_number(writer) << ID_BITS)
     batch.set(TRAJ_IDS, torch.from_numpy(ids))
     if buffer.options["ignore_obs_next"]:
         batch.set(NEXT_KNOWN, ~run_ends(batch))

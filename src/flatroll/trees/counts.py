@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from flatroll.buffers import Draw, RandomSampler, Ring
 from flatroll.buffers.samplers.sampler import StoredColumns
-from flatroll.layout.checks import key_names, need_rows, need_tensors, number
+from flatroll.layout.checks import check_key_names, check_number, check_rows, check_tensors
 from flatroll.layout.keys import NestedKey, plain_key, require
 from flatroll.trees.rows import GrowingColumns, RowNumbers, flat_columns
 
@@ -46,19 +46,19 @@ class StateCounter:
             TypeError: an entry has another dtype or shape than before.
         """
         before = len(self)
-        states = self._states.insert(_columns_of(batch, self.keys)).cpu()
+        states = self._states.insert(_state_columns(batch, self.keys)).cpu()
         new = torch.arange(before, len(self))
         self._counts.set(new, {"count": torch.zeros_like(new)})
+
         if not len(states):
             return torch.zeros(batch.batch_size, dtype=torch.int64)
-
         counts = self._counts.column("count")
         counts.index_add_(0, states, torch.ones_like(states))
         return counts[states].reshape(batch.batch_size)
 
     def count(self, batch: TensorDictBase) -> Tensor:
         """Return the counts of a batch's states, int64 ``[*B]``, without counting the batch."""
-        states = self._states.find(_columns_of(batch, self.keys)).cpu()
+        states = self._states.find(_state_columns(batch, self.keys)).cpu()
         if not len(self):
             return torch.zeros(batch.batch_size, dtype=torch.int64)
         counts = torch.where(states < 0, 0, self._counts.column("count")[states.clamp(min=0)])
@@ -67,17 +67,17 @@ class StateCounter:
 
 def _of_state(keys: Sequence[NestedKey] | NestedKey) -> list[NestedKey]:
     """Return the argument ``keys`` as a list; raise if it is empty."""
-    names = key_names("keys", keys, one=True)
+    names = check_key_names("keys", keys, one=True)
     if not names:
         raise ValueError("keys must name at least one entry, got an empty list")
     return names
 
 
-def _columns_of(batch: TensorDictBase, keys: list[NestedKey]) -> list[Tensor]:
+def _state_columns(batch: TensorDictBase, keys: list[NestedKey]) -> list[Tensor]:
     """Return the entries of a state as columns ``[N, *F]``."""
-    need_rows(batch, values=True)
+    check_rows(batch, values=True)
     for key in keys:
-        need_tensors(**{f"batch[{key!r}]": require(batch, key)})
+        check_tensors(**{f"batch[{key!r}]": require(batch, key)})
     return list(flat_columns(batch, keys).values())
 
 
@@ -112,8 +112,7 @@ def first_of_state(batch: TensorDictBase, keys: Sequence[NestedKey] | NestedKey 
     tensor([ True,  True, False])
     """
     names = _of_state(keys)
-    states = RowNumbers(names).insert(_columns_of(batch, names))
-
+    states = RowNumbers(names).insert(_state_columns(batch, names))
     # State numbers grow by one at each new state, so the running maximum grows exactly there.
     highest = states.cummax(0).values if len(states) else states
     new = torch.ones_like(states, dtype=torch.bool)
@@ -145,7 +144,7 @@ class CountSampler(RandomSampler):
 
     def __init__(self, keys: Sequence[NestedKey] | NestedKey = "observation", power: float = 1.0) -> None:
         self.keys = _of_state(keys)
-        self.power = float(number("power", power, least=0))
+        self.power = float(check_number("power", power, least=0))
         self._storage: Any = None
         self._drawn_from: tuple[tuple[int, int], int] | None = None
         self._sums = torch.empty(0, dtype=torch.float64)
@@ -168,11 +167,7 @@ class CountSampler(RandomSampler):
         at = torch.rand(batch_size, generator=generator, dtype=torch.float64) * self._sums[-1]
         ranks = torch.searchsorted(self._sums, at, right=True).clamp(max=len(self._sums) - 1)
         slots = self._slots[ranks]
-
-        if follow:
-            following = ring.follow(slots)
-        else:
-            following = None
+        following = ring.follow(slots) if follow else None
         return Draw(slots, follow=following, version=version)
 
     @override

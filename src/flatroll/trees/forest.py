@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flatroll.kernels.rows.words import hash_words
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.checks import expect, key_names, whole_number
+from flatroll.layout.checks import check_key_names, check_type, check_whole_number
 from flatroll.layout.final import check_final, next_values, read_final
 from flatroll.layout.keys import (
     MASK,
@@ -40,7 +40,26 @@ def _named(name: str, keys: object) -> list[NestedKey]:
     """Return a key, a list of keys or None as a list."""
     if keys is None:
         return []
-    return key_names(name, keys, one=True)
+    return check_key_names(name, keys, one=True)
+
+
+def _in_keys(one: TensorDictMap | None) -> list[Any]:  # tensordict annotates a wider type than keys have
+    """Return the in-keys of a map; none without one."""
+    if one is None:
+        return []
+    return list(one.in_keys)
+
+
+def _size_limit(
+    max_size: int | None, data_map: TensorDictMap | None, node_map: TensorDictMap | None
+) -> int | None:
+    """Return the one limit of a forest and its maps, or None; ValueError if they differ."""
+    limits = {one.max_size for one in (data_map, node_map) if one is not None and one.max_size}
+    if max_size is not None:
+        limits.add(check_whole_number("max_size", max_size))
+    if len(limits) > 1:
+        raise ValueError(f"max_size and the maps' max_size must be equal, got {sorted(limits)}")
+    return next(iter(limits), None)
 
 
 class Edges(NamedTuple):
@@ -111,20 +130,18 @@ class MCTSForest:
     ) -> None:
         for name, one in (("data_map", data_map), ("node_map", node_map)):
             if one is not None:
-                expect(name, one, TensorDictMap, "a TensorDictMap or None")
+                check_type(name, one, TensorDictMap, "a TensorDictMap or None")
 
         self.done_keys = _named("done_keys", done_keys) or _DONE_KEYS
         self.reward_keys = _named("reward_keys", reward_keys) or ["reward"]
-
-        # tensordict annotates `in_keys` with a wider type than keys have.
-        of_nodes: list[Any] = [] if node_map is None else list(node_map.in_keys)
-        of_data: list[Any] = [] if data_map is None else list(data_map.in_keys)
+        of_nodes = _in_keys(node_map)
+        of_data = _in_keys(data_map)
         self.observation_keys = _named("observation_keys", observation_keys) or of_nodes
+
         if data_map is not None and not self.observation_keys:
             raise ValueError(
                 "data_map also needs observation_keys or node_map, to distinguish observations from actions"
             )
-
         of_data = [key for key in of_data if key not in self.observation_keys]
         self.action_keys = _named("action_keys", action_keys) or of_data or ["action"]
         self.excluded_keys = {plain_key(as_tuple(key)) for key in _named("excluded_keys", excluded_keys)}
@@ -134,16 +151,10 @@ class MCTSForest:
                 f"excluded_keys must not name observations or actions, got {sorted(map(str, needed))}"
             )
 
-        limits = {one.max_size for one in (data_map, node_map) if one is not None and one.max_size}
-        if max_size is not None:
-            limits.add(whole_number("max_size", max_size))
-        if len(limits) > 1:
-            raise ValueError(f"max_size and the maps' max_size must be equal, got {sorted(limits)}")
+        self.max_size = _size_limit(max_size, data_map, node_map)
 
-        self.max_size = limits.pop() if limits else None
-        if node_map is None:
-            self._state_columns = None
-        else:
+        self._state_columns = None
+        if node_map is not None:
             self._state_columns = node_map.query_module.columns
 
         self._states = RowNumbers(["observation"])
@@ -179,7 +190,7 @@ class MCTSForest:
         """Numbers of the states of observations ``[*B]``, int64 ``[*B]``; -1 for unknown ones."""
         if not len(self):
             return torch.full(observations.batch_size, -1)
-        found = self._states.find(self._states_of(observations))
+        found = self._states.find(self._read_states(observations))
         return found.reshape(observations.batch_size)
 
     def children(self, state: int) -> Tensor:
@@ -232,6 +243,7 @@ class MCTSForest:
 
         self.observation_keys = keys
         self._graph = None
+
         if return_node and len(columns[self.action_keys[0]]):
             first = nest({key: columns[key][:1] for key in keys}, 1)
             return self.get_tree(first)
@@ -252,13 +264,16 @@ class MCTSForest:
 
         for key in (*keys, *self.action_keys):
             require(rollout, key)
-        columns = {
-            key: column.detach().cpu() if column.requires_grad or not column.is_cpu else column
-            for key, column in flat_columns(rollout).items()
-        }
+
+        columns = flat_columns(rollout)
+        for key, column in columns.items():
+            if column.requires_grad or not column.is_cpu:
+                columns[key] = column.detach().cpu()
+
         known = None
         if any(get_entry(rollout, next_key(key)) is None for key in keys):
             known = self._fill_next(rollout, columns, keys, final)
+
         if get_entry(rollout, NEXT_KNOWN) is not None:
             seen = marker(rollout, NEXT_KNOWN).reshape(-1).cpu()
             known = seen if known is None else known & seen
@@ -266,7 +281,8 @@ class MCTSForest:
         if get_entry(rollout, MASK) is not None:
             real = marker(rollout, MASK).reshape(-1).cpu()
             columns = {key: column[real] for key, column in columns.items()}
-            known = None if known is None else known[real]
+            if known is not None:
+                known = known[real]
 
         if known is not None and not bool(known.all()):
             unknown = (~known).nonzero().squeeze(-1)
@@ -274,7 +290,6 @@ class MCTSForest:
                 f"the next observation of {len(unknown)} rows is not known, the first is row {int(unknown[0])}: "
                 "pass final=collector.final with a compact batch, or leave these rows out"
             )
-
         return columns
 
     def _fill_next(
@@ -289,7 +304,6 @@ class MCTSForest:
         known = ~run_ends(rollout).reshape(-1).cpu()
         at = None
         last = {}
-
         if final is not None:
             read = read_final(final.cpu(), keys)
             at = check_final(read, columns, len(known))
@@ -307,7 +321,6 @@ class MCTSForest:
 
         rows = len(columns[keys[0]])
         before = len(self)
-
         both_columns = [(columns[key], columns[next_key(key)]) for key in keys]
         if self._state_columns is None and all(now.dtype == later.dtype for now, later in both_columns):
             self._states.names = keys
@@ -326,6 +339,7 @@ class MCTSForest:
         edges = self._edges.index or self._edges.prepare([zeros, zeros])[0]
         tables = [index.hashed for index in (states, pairs, edges)]
         counts = np.array([table.count for table in tables])
+
         made = np.empty((5, rows), np.int64)
         new = number_edges(
             tables[0].reserve(2 * rows),
@@ -352,7 +366,6 @@ class MCTSForest:
         if self.excluded_keys:
             left_out = self.excluded_keys
             stored = {k: column for k, column in columns.items() if not {k, without_next(k)} & left_out}
-
         if new < rows:
             first = torch.from_numpy(made[4, :new])
             stored = {key: column[first] for key, column in stored.items()}
@@ -362,7 +375,8 @@ class MCTSForest:
             room = room_for(before + new)
             numbers = np.empty((4, room), np.int64)
             rewards = np.empty(room)
-            numbers[:, :before], rewards[:before] = self._numbers[:, :before], self._rewards_of[:before]
+            numbers[:, :before] = self._numbers[:, :before]
+            rewards[:before] = self._rewards_of[:before]
             self._numbers = numbers
             self._rewards_of = rewards
 
@@ -381,12 +395,11 @@ class MCTSForest:
                 else:
                     values = values.reshape(rows, prod(column.shape[1:])).sum(-1)
                 total = values if total is None else total + values
-
         if total is None:
             return torch.zeros(rows, dtype=torch.float64)
         return total.contiguous()
 
-    def _states_of(self, rows: TensorDictBase) -> list[Tensor]:
+    def _read_states(self, rows: TensorDictBase) -> list[Tensor]:
         keys = self.observation_keys
         for key in keys:
             require(rows, key)
@@ -420,15 +433,15 @@ class MCTSForest:
         if not len(self):
             return torch.full(size, -1)
 
-        states = self._states.find(self._states_of(rows))
+        states = self._states.find(self._read_states(rows))
         for key in self.action_keys:
             require(rows, key)
         actions = flat_columns(rows, self.action_keys)
         pairs = self._pairs.find([states, *actions.values()])
+
         by_count = self.edges.count.argsort(descending=True, stable=True)
         order = by_count[self.edges.pair[by_count].argsort(stable=True)]
         first = torch.searchsorted(self.edges.pair[order], pairs).clamp_(max=len(order) - 1)
-
         return torch.where(pairs < 0, -1, order[first]).reshape(size)
 
     def get_child(self, root: TensorDictBase) -> TensorDict:
@@ -458,9 +471,9 @@ class MCTSForest:
             raise KeyError("the forest is empty: extend it first")
         if root.batch_size.numel() != 1:
             raise ValueError(f"root must be one observation, got batch size {list(root.batch_size)}")
-
         if max_depth is not None:
-            whole_number("max_depth", max_depth, least=0)
+            check_whole_number("max_depth", max_depth, least=0)
+
         state = int(self.states(root))
         if state < 0:
             seen = {key: require(root, key).tolist() for key in self.observation_keys}
@@ -480,7 +493,6 @@ class MCTSForest:
         if self._graph is None:
             source, target, pair, count, reward = self.edges
             order = source.argsort(stable=True)
-
             # Transitions that leave state s are order[offsets[s]:offsets[s + 1]].
             offsets = torch.zeros(self.num_states + 1, dtype=torch.int64)
             offsets[1:] = torch.bincount(source, minlength=self.num_states).cumsum(0)
@@ -499,7 +511,6 @@ class MCTSForest:
                 self.action_keys,
                 [under_next(key) for key in self.done_keys],
             )
-
         return self._graph
 
     @property
@@ -552,12 +563,12 @@ class NodeMap:
                 "check with contains()"
             )
 
-        found = [self._transitions_of(int(state)) for state in states.reshape(-1)]
+        found = [self._read_transitions(int(state)) for state in states.reshape(-1)]
         if not states.ndim:
             return found[0]
         return cast(TensorDictBase, LazyStackedTensorDict(*found))
 
-    def _transitions_of(self, state: int) -> TensorDict:
+    def _read_transitions(self, state: int) -> TensorDict:
         index = self._forest.children(state)
         return nest(
             {
@@ -595,17 +606,14 @@ class DataMap:
     def __getitem__(self, item: TensorDictBase | Tensor) -> TensorDictBase:
         if isinstance(item, Tensor):
             edges = item
+            what = "numbers of transitions"
         else:
             edges = self._forest.find_edges(item)
+            what = "pairs of observation and action"
+
         outside = (edges < 0) | (edges >= len(self))
         if bool(outside.any()):
-            if isinstance(item, Tensor):
-                what = "numbers of transitions"
-            else:
-                what = "pairs of observation and action"
-
             raise KeyError(
                 f"{int(outside.sum())} of {edges.numel()} {what} are not in the forest: check with contains()"
             )
-
         return self._forest.rows(edges.reshape(-1)).reshape(edges.shape)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from flatroll.kernels.rows.words import hash_words, pack_rows
-from flatroll.layout.checks import flags, function, shown, whole_number
+from flatroll.layout.checks import as_text, check_flags, check_function, check_whole_number
 from flatroll.trees.rows import RowNumbers
 
 
@@ -82,7 +82,7 @@ class SipHash(nn.Module):
 
     def __init__(self, as_tensor: bool = True) -> None:
         super().__init__()
-        flags(as_tensor=as_tensor)
+        check_flags(as_tensor=as_tensor)
         self.as_tensor = as_tensor
 
     @override
@@ -124,14 +124,17 @@ class RandomProjectionHash(SipHash):
         super().__init__(as_tensor)
         if n_components is None:
             n_components = 16
-        self.n_components = whole_number("n_components", n_components, 1, 2**31)
-        if not isinstance(dtype_cast, torch.dtype) or not dtype_cast.is_floating_point:
-            raise TypeError(f"dtype_cast must be a floating-point dtype, got {shown(dtype_cast)}")
+        self.n_components = check_whole_number("n_components", n_components, 1, 2**31)
 
+        if not isinstance(dtype_cast, torch.dtype) or not dtype_cast.is_floating_point:
+            raise TypeError(f"dtype_cast must be a floating-point dtype, got {as_text(dtype_cast)}")
         self.dtype_cast = dtype_cast
+
         self.init_method: Callable[[Tensor], Any] = nn.init.normal_
         if init_method is not None:
-            self.init_method = function("init_method", init_method, "a function that fills a tensor in place")
+            self.init_method = check_function(
+                "init_method", init_method, "a function that fills a tensor in place"
+            )
         self.register_buffer("transform", None)
 
     def fit(self, x: Tensor) -> None:
@@ -146,7 +149,6 @@ class RandomProjectionHash(SipHash):
             if not len(x):
                 raise ValueError("x must have at least one row at the first call, which sets the projection")
             self.fit(x)
-
         assert self.transform is not None
         # In float64: the last bits of a product may depend on the number of rows, which could change the
         # rounded result.
@@ -187,10 +189,11 @@ class BinaryToDecimal(nn.Module):
         convert_to_binary: bool = False,
     ) -> None:
         super().__init__()
-        self.num_bits = whole_number("num_bits", num_bits)
+        self.num_bits = check_whole_number("num_bits", num_bits)
         self.device = torch.device(device)
         self.dtype = dtype
         self.convert_to_binary = convert_to_binary
+
         if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
             raise ValueError(f"dtype must be an integer dtype, got {dtype}")
         self._check_bits("num_bits", num_bits)
@@ -208,13 +211,13 @@ class BinaryToDecimal(nn.Module):
             raise ValueError(
                 f"features must have a positive multiple of num_bits={self.num_bits} bits, got {bits}"
             )
-
         self._check_bits("the last dim of features", bits)
+
         ones = features > 0 if self.convert_to_binary else features == 1
         if not self.convert_to_binary and not bool((ones | (features == 0)).all()):
             raise ValueError("features must be 0 or 1: use convert_to_binary=True for others")
-        powers = 2 ** torch.arange(bits - 1, -1, -1, device=self.device)
 
+        powers = 2 ** torch.arange(bits - 1, -1, -1, device=self.device)
         return torch.where(ones.to(self.device), powers, 0).sum(-1).to(self.dtype)
 
     def _check_bits(self, name: str, bits: int) -> None:

@@ -55,11 +55,13 @@ def draw(
     trees, links = _choose(tree, max_vertices)
     texts: list[str] = []
     if make_labels is not None or len(trees) <= _LABELLED:
-        texts = [_label(vertex) if make_labels is None else make_labels(vertex) for vertex in trees]
+        label = _label if make_labels is None else make_labels
+        texts = [label(vertex) for vertex in trees]
+
     counts = np.array([vertex.count for vertex in trees], float)
-    shown = Shown(
-        trees, *_place(trees, links), counts, np.array([vertex.is_terminal for vertex in trees]), texts
-    )
+    done = np.array([vertex.is_terminal for vertex in trees])
+    shown = Shown(trees, *_place(trees, links), counts, done, texts)
+
     if ax is None:
         height = min(max(3.0, 1.2 + 0.24 * -shown.y.min()), 12.0)
         ax = Figure(figsize=(9, height), layout="constrained").add_subplot()
@@ -70,10 +72,10 @@ def draw(
         _draw_lines(ax, shown, links)
 
     total = tree.num_vertices()
-    if len(trees) == total:
-        more = ""
-    else:
+    more = ""
+    if len(trees) != total:
         more = f" (the first {len(trees)} of {total} are drawn)"
+
     ax.set_title(f"{total} vertices, {int(counts[0])} visits of the root{more}", loc="left", fontsize=10)
     ax.set(xlabel="steps from the root", yticks=[])
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -92,14 +94,14 @@ def _draw_lines(ax: "Axes", shown: Shown, links: list[tuple[int, int, bool]]) ->
     share = shown.counts / max(shown.counts.max(), 1.0)
 
     for style, wanted in (("solid", True), ("dashed", False)):
+        bend = 0.0 if wanted else 0.3
         pairs = [(number[a], number[b]) for a, b, first in links if first is wanted]
-        lines = [_line(x[[a, b]], y[[a, b]], bend=0.0 if wanted else 0.3) for a, b in pairs]
+        lines = [_line(x[[a, b]], y[[a, b]], bend=bend) for a, b in pairs]
         widths = [0.6 + 3.4 * share[b] for _, b in pairs]
         ax.add_collection(LineCollection(lines, linewidths=widths, linestyles=style, colors=LINE, zorder=1))
 
     sizes = 12 + 150 * share
-
-    for mask, mark, colour, name in ((~done, "o", NODE, "goes on"), (done, "s", DONE, "done")):
+    for mask, mark, colour, name in ((~done, "o", NODE, "continues"), (done, "s", DONE, "done")):
         if mask.any():
             ax.scatter(x[mask], y[mask], sizes[mask], c=colour, marker=mark, label=name, zorder=2)
 
@@ -125,8 +127,7 @@ def _draw_boxes(ax: "Axes", shown: Shown) -> None:
     low = shown.spans[:, 1] - 0.5
     high = shown.spans[:, 0] + 0.5
     shades = 0.15 + 0.6 * shown.counts / max(shown.counts.max(), 1.0)
-
-    for mask, colour, name in ((~shown.done, NODE, "goes on"), (shown.done, DONE, "done")):
+    for mask, colour, name in ((~shown.done, NODE, "continues"), (shown.done, DONE, "done")):
         if mask.any():
             faces = [(*to_rgb(colour), shade) for shade in shades[mask]]
             sizes = {"width": widths[mask], "height": (high - low)[mask], "left": left[mask]}
@@ -138,10 +139,7 @@ def _draw_boxes(ax: "Axes", shown: Shown) -> None:
 
 def _line(x: Floats, y: Floats, bend: float) -> Floats:
     """Points ``[K, 2]`` of a line between two, which leaves its straight way by ``bend`` to the right."""
-    if bend:
-        points = 13
-    else:
-        points = 2
+    points = 13 if bend else 2
     way = np.linspace(0, 1, points)
     return np.stack([x[0] + way * (x[1] - x[0]) + 4 * bend * way * (1 - way), y[0] + way * (y[1] - y[0])], -1)
 
@@ -152,20 +150,17 @@ def _choose(tree: Tree, most: int) -> tuple[list[Tree], list[tuple[int, int, boo
     seen = {tree.node_id}
     links = []
     queue = deque([tree])
-
     while queue:
         vertex = queue.popleft()
         for child in vertex.subtree or ():
             first = child.node_id not in seen
             if first and len(shown) >= most:
                 continue
-
             links.append((vertex.node_id, child.node_id, first))
             if first:
                 seen.add(child.node_id)
                 shown.append(child)
                 queue.append(child)
-
     return shown, links
 
 
@@ -174,7 +169,6 @@ def _place(shown: list[Tree], links: list[tuple[int, int, bool]]) -> tuple[Float
     number = {vertex.node_id: i for i, vertex in enumerate(shown)}
     children: list[list[int]] = [[] for _ in shown]
     x = np.zeros(len(shown))
-
     for parent, child, first in links:  # breadth first: parents before their children
         if first:
             a = number[parent]
@@ -186,7 +180,6 @@ def _place(shown: list[Tree], links: list[tuple[int, int, bool]]) -> tuple[Float
     row = 0
     order = []
     stack = [0]
-
     while stack:
         vertex = stack.pop()
         order.append(vertex)
@@ -196,12 +189,12 @@ def _place(shown: list[Tree], links: list[tuple[int, int, bool]]) -> tuple[Float
             row = row + 1
 
     spans = np.stack([y, y], -1)
-
     for vertex in reversed(order):  # children before their parents
         if children[vertex]:
             top = children[vertex][0]
             bottom = children[vertex][-1]
-            y[vertex], spans[vertex] = (y[top] + y[bottom]) / 2, (spans[top, 0], spans[bottom, 1])
+            y[vertex] = (y[top] + y[bottom]) / 2
+            spans[vertex] = (spans[top, 0], spans[bottom, 1])
 
     return x, y, spans
 
@@ -210,7 +203,6 @@ def _label(vertex: Tree) -> str:
     """The first action and the count."""
     if not vertex.node_id or not hasattr(vertex.branching_action, "tolist"):
         return f"{vertex.count}"
-
     action = vertex.branching_action
     if action.numel() == 1:
         text = f"{action.item()}"

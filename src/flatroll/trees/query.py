@@ -10,7 +10,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from flatroll.kernels.rows.words import hash_words, pack_rows
-from flatroll.layout.checks import flags, function, key_names, need_keys
+from flatroll.layout.checks import check_flags, check_function, check_key_names, check_keys
 from flatroll.layout.keys import NestedKey, missing_marker
 from flatroll.layout.tensordict_seam import get_entry, set_entry
 from flatroll.trees.rows import RowNumbers
@@ -59,10 +59,11 @@ class QueryModule(TensorDictModuleBase):
         clone: bool = False,
     ) -> None:
         super().__init__()
-        need_keys(index_key=index_key, hash_key=hash_key)
-        flags(clone=clone)
+        check_keys(index_key=index_key, hash_key=hash_key)
+        check_flags(clone=clone)
+
         keys: list[NestedKey] = [
-            cast(Any, unravel_key(key)) for key in key_names("in_keys", in_keys, one=True)
+            cast(Any, unravel_key(key)) for key in check_key_names("in_keys", in_keys, one=True)
         ]
         index_key = cast(Any, unravel_key(index_key))
         hash_key = cast(Any, unravel_key(hash_key))
@@ -74,6 +75,7 @@ class QueryModule(TensorDictModuleBase):
         self.index_key = index_key
         self.hash_key = hash_key
         self.clone = clone
+
         if hash_module is not None and not isinstance(hash_module, list):
             hash_module = [hash_module, *(deepcopy(hash_module) for _ in keys[1:])]
         if hash_module is not None and len(hash_module) != len(keys):
@@ -82,26 +84,24 @@ class QueryModule(TensorDictModuleBase):
             )
 
         for module in hash_module or ():
-            function("hash_module", module, "a module or a function of rows")
+            check_function("hash_module", module, "a module or a function of rows")
         if hash_to_int is not None:
-            function("hash_to_int", hash_to_int, "a function of hashes")
+            check_function("hash_to_int", hash_to_int, "a function of hashes")
         if aggregator is not None:
-            function("aggregator", aggregator, "a function of hashes")
+            check_function("aggregator", aggregator, "a function of hashes")
 
         # Modules among them are registered, so that state_dict() includes them.
         self.hash_module = hash_module
-
         for i, module in enumerate(hash_module or ()):
             if isinstance(module, torch.nn.Module):
                 self.add_module(f"hash_module_{i}", module)
 
         self.hash_to_int = hash_to_int
         self.aggregator = aggregator if len(keys) > 1 else None
-        if hash_module is None and self.aggregator is None:
-            hashed = keys
-        else:
-            hashed = ["hash"] * len(keys)
-        self._rows = RowNumbers(hashed)
+        names: Sequence[NestedKey] = keys
+        if hash_module is not None or self.aggregator is not None:
+            names = ["hash"] * len(keys)
+        self._rows = RowNumbers(names)
 
     def __len__(self) -> int:
         """Number of distinct rows seen."""
@@ -132,29 +132,23 @@ class QueryModule(TensorDictModuleBase):
         index, hashes = self.number(self.columns(tensordict), extend)
         if not extend and self.hash_to_int is None:
             index = torch.where(index < 0, len(self), index)
-        if self.clone if clone is None else clone:
-            written = tensordict.copy()
-        else:
-            written = tensordict
 
-        if write_hash:
-            kept = hashes
-        else:
-            kept = None
-        self.write(written, index, kept)
-
-        return written
+        if clone is None:
+            clone = self.clone
+        if clone:
+            tensordict = tensordict.copy()
+        written_hashes = hashes if write_hash else None
+        self.write(tensordict, index, written_hashes)
+        return tensordict
 
     def write(self, tensordict: TensorDictBase, index: Tensor, hashes: Tensor | None) -> None:
         """Write positions and hashes, ``[N]`` each, into a tensordict ``[*B]`` of N rows."""
         rows = tensordict.batch_size
         for key, column in ((self.index_key, index), (self.hash_key, hashes)):
             if column is not None:
-                if len(rows) == 1:
-                    shaped = column
-                else:
-                    shaped = column.reshape((*rows, *column.shape[1:]))
-                set_entry(tensordict, key, shaped)
+                if len(rows) != 1:
+                    column = column.reshape((*rows, *column.shape[1:]))
+                set_entry(tensordict, key, column)
 
     def columns(self, tensordict: TensorDictBase) -> list[Tensor]:
         """Return the columns ``[N, *F]`` that identify rows, in-keys or their hashes, over all batch dims."""
@@ -166,13 +160,13 @@ class QueryModule(TensorDictModuleBase):
 
         rows = tensordict.batch_size.numel()
         columns = [get_entry(tensordict, key) for key in self._read]
-
         for key, column in zip(self._read, columns, strict=True):
             if column is None:
                 raise missing_marker(key, tensordict.keys(True, True))
 
         if tensordict.batch_dims != 1:
             columns = [column.reshape(rows, *column.shape[tensordict.batch_dims :]) for column in columns]
+
         if self.hash_module is not None:
             columns = [module(column) for module, column in zip(self.hash_module, columns, strict=True)]
             for key, column in zip(self._read, columns, strict=True):

@@ -81,19 +81,18 @@ class RowNumbers:
         if self.index is not None:
             self.index.truncate(count)
         if not count:
-            self.index = self.kinds = None
+            self.index = None
+            self.kinds = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rows, ordered by number."""
-        if self.index is None:
-            words = None
-        else:
-            words = self.index.words.clone()
+        words = None if self.index is None else self.index.words.clone()
         return {"words": words, "kinds": self.kinds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the numbers from :meth:`state_dict`."""
-        self.index, self.kinds = None, state["kinds"]
+        self.kinds = state["kinds"]
+        self.index = None
         if state["words"] is not None:
             self.index = RowIndex(state["words"].shape[1], state["words"].device)
             self.index.insert(state["words"])
@@ -132,7 +131,6 @@ class GrowingColumns:
         for key, stored in self._columns.items():
             if key not in columns:
                 raise KeyError(f"no entry {key!r}, which earlier rows have; got {sorted(map(str, columns))}")
-
             column = columns[key]
             if column.dtype != stored.dtype or column.shape[1:] != stored.shape[1:]:
                 raise TypeError(
@@ -163,10 +161,7 @@ class GrowingColumns:
         """Write ``new`` rows ``[new, *F]`` after the last one, as :meth:`set` does; the errors are :meth:`check`'s."""
         before = self._count
         rows = self._count + new
-        if self._host is None:
-            source = None
-        else:
-            source = self._host.find(columns, new)
+        source = None if self._host is None else self._host.find(columns, new)
 
         if source is None:
             self.check(columns)
@@ -183,6 +178,7 @@ class GrowingColumns:
         """Make room for this many rows of columns like these."""
         if not self._columns:
             self._columns = {key: column.new_empty(0, *column.shape[1:]) for key, column in columns.items()}
+
         for key, stored in self._columns.items():
             if rows > stored.shape[0]:
                 larger = stored.new_empty(room_for(rows), *stored.shape[1:])
@@ -235,6 +231,7 @@ def flat_columns(rows: TensorDictBase, keys: Iterable[NestedKey] | None = None) 
         named = _leaves(rows)
     else:
         named = ((plain_key(as_tuple(key)), get_entry(rows, key)) for key in keys)
+
     columns = dict(named)
     if dims == 1:
         return columns
@@ -247,8 +244,5 @@ def _leaves(rows: TensorDictBase, *parents: str) -> Iterator[tuple[NestedKey, Te
         if isinstance(value, TensorDictBase):
             yield from _leaves(value, *parents, name)
         elif isinstance(value, Tensor):
-            if parents:
-                path = (*parents, name)
-            else:
-                path = name
-            yield path, value
+            key: NestedKey = (*parents, name) if parents else name
+            yield key, value

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flatroll.kernels import return_scan
-from flatroll.layout.checks import need_tensors, number, shown
+from flatroll.layout.checks import as_text, check_number, check_tensors
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -44,8 +44,8 @@ def puct(
     tensor([0.6732, 1.0392])
     """
     _need_edges(value=value, count=count, prior=prior, parent=parent)
-    c = float(number("c", c))
-    unvisited = float(number("unvisited", unvisited))
+    c = float(check_number("c", c))
+    unvisited = float(check_number("unvisited", unvisited))
     visits = _visits(count, parent).to(prior.dtype)
     mean = torch.where(count > 0, value, unvisited)
     return mean + c * prior * visits.sqrt() / (1 + count)
@@ -69,7 +69,7 @@ def ucb(value: Tensor, count: Tensor, parent: Tensor, c: float = 2**0.5) -> Tens
     tensor([1.1051,    inf, 0.1000])
     """
     _need_edges(value=value, count=count, parent=parent)
-    c = float(number("c", c))
+    c = float(check_number("c", c))
     visits = _visits(count, parent).to(value.dtype).clamp(min=1)
     bound = value + c * (visits.log() / count.clamp(min=1)).sqrt()
     return torch.where(count > 0, bound, float("inf"))
@@ -77,17 +77,17 @@ def ucb(value: Tensor, count: Tensor, parent: Tensor, c: float = 2**0.5) -> Tens
 
 def _need_edges(**columns: Tensor) -> None:
     """Raise unless all columns, including ``parent``, are real tensors ``[E]`` on one device."""
-    need_tensors(**columns)
+    check_tensors(**columns)
     parent = columns["parent"]
     if parent.ndim != 1 or parent.dtype not in _INTEGERS or parent.is_sparse:
-        raise ValueError(f"parent must be an integer tensor [E], got {shown(parent)}")
+        raise ValueError(f"parent must be an integer tensor [E], got {as_text(parent)}")
 
     for name, column in columns.items():
         like = column.shape == parent.shape and column.device == parent.device
         if not like or column.is_complex() or column.is_sparse:
             raise ValueError(
-                f"{name} must be a real tensor of the shape and device of parent, got {shown(column)} with "
-                f"parent {shown(parent)}"
+                f"{name} must be a real tensor of the shape and device of parent, got {as_text(column)} with "
+                f"parent {as_text(parent)}"
             )
 
 
@@ -115,7 +115,7 @@ def best_edges(score: Tensor, parent: Tensor) -> tuple[Tensor, Tensor]:
     """
     _need_edges(score=score, parent=parent)
     if not score.is_floating_point():
-        raise TypeError(f"score must be a floating tensor, got {shown(score)}")
+        raise TypeError(f"score must be a floating tensor, got {as_text(score)}")
     if bool(score.isnan().any()):
         raise ValueError(f"score must not be NaN, got NaN at edge {int(score.isnan().nonzero()[0, 0])}")
 
@@ -123,7 +123,6 @@ def best_edges(score: Tensor, parent: Tensor) -> tuple[Tensor, Tensor]:
     most = score.new_full((len(parents),), -torch.inf).scatter_reduce_(0, number, score, "amax")
     edges = torch.arange(len(score), device=score.device)
     first = torch.where(score == most[number], edges, len(score))
-
     return parents, torch.full_like(parents, len(score)).scatter_reduce_(0, number, first, "amin")
 
 
@@ -165,7 +164,7 @@ def backup(
         rewards = reward.to("cpu", total.dtype).reshape(len(path))
     next_value = torch.full_like(rewards, float(value))  # read only after the last edge
     returns = return_scan(gamma, 1.0, rewards, next_value, no, no).to(total.device)
+
     count.index_add_(0, path, torch.ones_like(path, dtype=count.dtype))
     total.index_add_(0, path, returns)
-
     return returns

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flatroll.buffers import Storage
 from flatroll.kernels.rows.row_index import occurrences
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import check_whole_number
 from flatroll.layout.keys import NestedKey, require
 from flatroll.layout.tensordict_seam import nest
 from flatroll.trees.query import Hash, QueryModule
@@ -93,25 +93,21 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         keys: list[Any] = query_module.in_keys  # tensordict annotates a wider type
         self._read: list[NestedKey] = keys
         self.in_keys = query_module.in_keys  # pyright: ignore[reportAttributeAccessIssue]
+
         self.query_module = query_module
         self.index_key = query_module.index_key
         self.storage = GrowingColumns() if storage is None else storage
         self.collate_fn = _stack_list if collate_fn is None else collate_fn
+
         self.write_fn = write_fn
         self._count = 0
         self._stored_keys = list[NestedKey]()
         self._wanted = None if out_keys is None else list(out_keys)
 
-        if storage is None:
-            limit = None
-        else:
-            limit = storage.max_size
-
-        limits = [
-            max_size and whole_number("max_size", max_size),
-            limit,
-        ]
-        self.max_size = min((limit for limit in limits if limit is not None), default=None)
+        given = max_size and check_whole_number("max_size", max_size)
+        of_storage = None if storage is None else storage.max_size
+        limits = [limit for limit in (given, of_storage) if limit is not None]
+        self.max_size = min(limits, default=None)
 
     @classmethod
     def from_tensordict_pair(
@@ -148,15 +144,13 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
             require(source, key)
         for key in out_keys or ():
             require(dest, key)
-        if storage_constructor is None:
-            storage = None
-        else:
-            storage = storage_constructor()
 
+        query_module = QueryModule(list(in_keys), hash_module=hash_module)
+        storage = None if storage_constructor is None else storage_constructor()
         if out_keys is None:
             out_keys = list(dest.keys(True, True))
         return cls(
-            query_module=QueryModule(list(in_keys), hash_module=hash_module),
+            query_module=query_module,
             storage=storage,
             collate_fn=collate_fn,
             out_keys=out_keys,
@@ -229,13 +223,9 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
             stored = self.collate_fn(self.storage.get(found[known]))
             if len(known) == len(found):
                 return cast(TensorDictBase, stored.reshape(item.batch_size))
-
             if values is None:
-                values = cast(TensorDictBase, torch.full_like(stored[:1], cast(float, default))).expand(
-                    len(found)
-                )
-                values = values.clone()
-
+                filled = cast(TensorDictBase, torch.full_like(stored[:1], cast(float, default)))
+                values = filled.expand(len(found)).clone()
             values = values.select(*stored.keys(True, True))
             values[known] = stored
 
@@ -245,17 +235,17 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         query = self.query_module
         count = self._count
         columns = query.columns(item)
+
         if value.batch_size != item.batch_size:
             raise ValueError(
                 f"keys and values must be of one batch size, got {list(item.batch_size)} and {list(value.batch_size)}"
             )
-
         keys = self.out_keys or list(value.keys(True, True))
         for key in keys:
             require(value, key)
         new = flat_columns(value, keys)
-        at, hashes = query.number(columns)
 
+        at, hashes = query.number(columns)
         done = False
         try:
             if self.max_size is not None and len(query) > self.max_size:
@@ -263,12 +253,8 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
                     f"{len(query) - count} new keys do not fit: the map has {count} of at most {self.max_size}. "
                     "Nothing was written"
                 )
-
             self._write(at, new, count)
-            if len(at):
-                reached = int(at.max()) + 1
-            else:
-                reached = 0
+            reached = int(at.max()) + 1 if len(at) else 0
             self._count = max(count, reached)
             self._stored_keys = list(new)
             done = True
@@ -281,21 +267,19 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
 
     def _write(self, at: Tensor, new: dict[NestedKey, Tensor], count: int) -> None:
         """Write rows at positions; those from ``count`` on are new."""
-        turn = occurrences(at)
-        last = torch.zeros(int(at.max()) + 1 if len(at) else 0, dtype=torch.int64, device=at.device)
+        if not len(at):
+            return
 
+        turn = occurrences(at)
+        last = torch.zeros(int(at.max()) + 1, dtype=torch.int64, device=at.device)
         # Where positions repeat, store the value of the row with the highest turn: the last one, or the
         # combination of all.
         last.scatter_reduce_(0, at, torch.arange(len(at), device=at.device), "amax")
+
         if self.write_fn is not None:
             new = {key: column.clone() for key, column in new.items()}
             before = torch.zeros_like(last)  # row of the previous turn at each position
-            if len(at):
-                rounds = int(turn.max()) + 1
-            else:
-                rounds = 0
-
-            for round_ in range(rounds):
+            for round_ in range(int(turn.max()) + 1):
                 rows = (turn == round_).nonzero().squeeze(-1)
                 if round_:
                     previous = {key: column[before[at[rows]]] for key, column in new.items()}
@@ -306,7 +290,6 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
                     if bool(known.any()):
                         stored = self.collate_fn(self.storage.get(at[rows[known]]))
                         self._combine(new, rows[known], flat_columns(stored))
-
                 before[at[rows]] = rows
 
         rows = last[at] == torch.arange(len(at), device=at.device)
@@ -329,8 +312,8 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         """Replace the given rows of ``new`` by the results of ``write_fn``."""
         if not len(rows):
             return
-
         assert self.write_fn is not None
+
         values = [nest({key: column[rows] for key, column in new.items()}, len(rows))]
         if old is not None:
             values.append(nest(old, len(rows)))
@@ -347,13 +330,9 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the values for ``state_dict()``; the keys are in the query module's."""
+        values = None
         if len(self):
-            values = self.storage.get(torch.arange(len(self)))
-        else:
-            values = None
-
-        if values is not None:
-            values = dict(flat_columns(values))
+            values = dict(flat_columns(self.storage.get(torch.arange(len(self)))))
         return {"values": values}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from flatroll.layout.checks import one_of
+from flatroll.layout.checks import check_choice
 from flatroll.layout.keys import NestedKey, next_key
 from flatroll.layout.tensordict_seam import nest
 from flatroll.specs import Composite, make_composite_from_td
@@ -84,39 +84,32 @@ def grow_tree(graph: Graph, root: int, max_depth: int | None, compact: bool) -> 
             if len(leaving) != 1 or entering[state] > 1 or state == root:
                 break
             chain.append(leaving[0])
-
         return chain
 
     vertices = Vertices(graph)
     beginning = graph.leaving(root)
-    if compact and len(beginning) == 1:
-        chain = chain_from(beginning[0])
-    else:
-        chain = []
-
-    if chain:
-        parent = graph.target[chain[-1]]
-    else:
-        parent = root
-    vertices.new(chain, parent)
+    chain = chain_from(beginning[0]) if compact and len(beginning) == 1 else []
+    state = graph.target[chain[-1]] if chain else root
+    vertices.new(chain, state)
     by_edge = {chain[0]: 0} if chain else {}
-    queue = deque([(0, 0)])
 
+    queue = deque([(0, 0)])
     while queue:
         vertex, depth = queue.popleft()
         if max_depth is not None and depth > max_depth:
             continue
 
-        vertices.children[vertex] = children = []
+        children: list[int] = []
+        vertices.children[vertex] = children
         for edge in graph.leaving(vertices.states[vertex]):
             child = by_edge.get(edge)
             if child is None:
                 chain = chain_from(edge)
-                child = by_edge[edge] = vertices.new(chain, graph.target[chain[-1]])
+                child = vertices.new(chain, graph.target[chain[-1]])
+                by_edge[edge] = child
                 queue.append((child, depth + 1))
             children.append(child)
             vertices.parents[child].append(vertex)
-
     return Tree(vertices, 0)
 
 
@@ -124,7 +117,6 @@ def _count_entering(graph: Graph, root: int) -> dict[int, int]:
     """Count the reachable transitions that enter each state."""
     entering: dict[int, int] = {root: 0}
     stack = [root]
-
     while stack:
         for edge in graph.leaving(stack.pop()):
             state = graph.target[edge]
@@ -132,7 +124,6 @@ def _count_entering(graph: Graph, root: int) -> dict[int, int]:
                 entering[state] = 0
                 stack.append(state)
             entering[state] += 1
-
     return entering
 
 
@@ -234,7 +225,7 @@ class Tree:
     def node_data(self) -> TensorDict:
         """The observation at the vertex's end, where it branches: a tensordict ``[]``."""
         graph = self._vertices.graph
-        keys = self._vertices.graph.observation_keys
+        keys = graph.observation_keys
         if self._chain:
             edge = self._chain[-1]
             read: list[NestedKey] = [next_key(key) for key in keys]
@@ -243,12 +234,9 @@ class Tree:
             # If no transition leaves the root, use one that enters it.
             if leaving:
                 edge = leaving[0]
-            else:
-                edge = graph.target.index(self._vertices.states[0])
-
-            if leaving:
                 read = list(keys)
             else:
+                edge = graph.target.index(self._vertices.states[0])
                 read = [next_key(key) for key in keys]
 
         columns = {key: graph.rows.column(entry)[edge].clone() for key, entry in zip(keys, read, strict=True)}
@@ -355,7 +343,6 @@ class Tree:
         """Iterate over vertices breadth first: each with its path and whether this is its first visit."""
         seen = {self.node_id}
         queue: deque[tuple[int, Path, bool]] = deque([(self.node_id, (), True)])
-
         while queue:
             vertex, path, first = queue.popleft()
             yield Tree(self._vertices, vertex), path, first
@@ -374,9 +361,11 @@ class Tree:
             key_type: ``"hash"`` (default; None for the root), ``"id"`` or ``"path"``. With ``"path"``, a vertex with
                 several paths is listed for each of them, but its descendants only once.
         """
-        if one_of("key_type", key_type, ("hash", "id", "path")) == "path":
+        if check_choice("key_type", key_type, ("hash", "id", "path")) == "path":
             return {path: vertex for vertex, path, _ in self._walk_paths()}
-        return {vertex.hash if key_type == "hash" else vertex.node_id: vertex for vertex in self._walk()}
+        if key_type == "hash":
+            return {vertex.hash: vertex for vertex in self._walk()}
+        return {vertex.node_id: vertex for vertex in self._walk()}
 
     def num_vertices(self, *, count_repeat: bool = False) -> int:
         """Return the number of vertices, or with ``count_repeat`` the number of paths of :meth:`vertices`."""
@@ -385,9 +374,9 @@ class Tree:
     def edges(self) -> list[tuple[int, int]]:
         """Return the pairs (number of the parent, number of the child), each once, breadth first."""
         children = self._vertices.children
-        pairs = (
-            (vertex.node_id, child) for vertex in self._walk() for child in children[vertex.node_id] or ()
-        )
+        pairs: list[tuple[int, int]] = []
+        for vertex in self._walk():
+            pairs += [(vertex.node_id, child) for child in children[vertex.node_id] or ()]
         return list(dict.fromkeys(pairs))
 
     def valid_paths(self) -> Iterator[Path]:
@@ -412,7 +401,6 @@ class Tree:
             if not 0 <= i < len(children):
                 raise IndexError(f"path[{depth}] is {i}, but there are {len(children)} children")
             vertex = children[i]
-
         return Tree(self._vertices, vertex)
 
     def get_vertex_by_id(self, id: int) -> "Tree":
@@ -434,11 +422,9 @@ class Tree:
         self.get_vertex(path)
         vertex = self.node_id
         edges = list(self._chain)
-
         for i in path:
             vertex = cast(list[int], self._vertices.children[vertex])[i]
             edges += self._vertices.chains[vertex]
-
         if edges:
             return self._vertices.graph.rows.get(torch.tensor(edges))
         return None
@@ -465,15 +451,14 @@ class Tree:
                 text = tree.node_data.to_dict()
             else:
                 text = node_format_fn(tree)
-
             again = f" (as {seen[vertex]})" if vertex in seen else ""
+
             lines.append(f"{' ' * (len(path) - 1)}{path} {text}{again}")
             if not again:
                 seen[vertex] = path
                 stack += [
                     (child, (*path, i)) for i, child in enumerate(self._vertices.children[vertex] or ())
                 ][::-1]
-
         return "\n".join(lines)
 
     def plot(
@@ -511,12 +496,10 @@ class Tree:
                 "plot supports backend='matplotlib' and figure='tree' or 'box', and takes make_labels= in "
                 f"place of info=; got backend={backend!r}, figure={figure!r}, info={info!r}"
             )
-
         try:
             from flatroll.trees.picture import draw
         except ModuleNotFoundError as error:
             raise ImportError(
                 'plot draws with matplotlib, which is missing: pip install "flatroll[plot]"'
             ) from error
-
         return draw(self, figure, ax, make_labels, max_vertices)

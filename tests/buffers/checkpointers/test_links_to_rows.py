@@ -136,7 +136,7 @@ PAIRS = [
 
 
 def check_resumed(place: Path, sampler: str, form: str, state: str, unflushed: bool) -> None:
-    """Killed after the checkpoint, with newer rows in its folder: the run goes on as if it had not been."""
+    """Killed after the checkpoint, with newer rows in its folder: the run continues as if it had not been."""
 
     def new(name: str, seed: int = 0) -> Any:
         return opened(place / name, SAMPLERS[sampler](), seed=seed, segment_bytes=1000, **FORMS[form])
@@ -170,7 +170,7 @@ def check_resumed(place: Path, sampler: str, form: str, state: str, unflushed: b
         check_goes_on(buffer, again, first)
     else:
         assert same(buffer[:], again[:])
-    again.dumps(place / "saved", sync=False)  # it goes on from what it has loaded
+    again.dumps(place / "saved", sync=False)  # it continues from what it has loaded
     rows = rows_in(again)
     again.storage.close()
     reopened = new("own")

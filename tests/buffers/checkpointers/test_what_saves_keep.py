@@ -244,7 +244,7 @@ def test_another_capacity_other_shifts_and_priorities(tmp_path: Path) -> None:
     other.loads(tmp_path / "n-step")
     assert equal(other[:], buffer[:])
     with pytest.raises(
-        ValueError, match=r"room for 60 rows, this storage for 70: make it with max_size=60; to go on"
+        ValueError, match=r"room for 60 rows, this storage for 70: make it with max_size=60; to continue"
     ):
         made(FlatStorageCheckpointer, 70).loads(tmp_path / "n-step")
 

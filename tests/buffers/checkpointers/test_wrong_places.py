@@ -264,7 +264,7 @@ def test_another_capacity_by_the_letter_of_the_error(size: int, tmp_path: Path) 
         saved.extend(batch(first, 500))
     saved.dumps(tmp_path)
     with pytest.raises(
-        ValueError, match=r"max_size=2000; to go on .* extend this one with other.oldest_first\(\)"
+        ValueError, match=r"max_size=2000; to continue .* extend this one with other.oldest_first\(\)"
     ):
         other.loads(tmp_path)
     assert len(other) == 0

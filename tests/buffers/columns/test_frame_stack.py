@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import Tensor
@@ -478,7 +479,7 @@ def test_a_reader_without_a_lock_never_fails() -> None:
 # -- two routes, one answer ----------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(40, derandomize=True)
 @given(st.data())
 def test_the_torch_form_finds_what_the_compiled_one_finds(data: st.DataObject) -> None:
     rows, stack, words = (
@@ -501,7 +502,7 @@ def test_the_torch_form_finds_what_the_compiled_one_finds(data: st.DataObject) -
         np.testing.assert_array_equal(left, right)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@examples(25, derandomize=True)
 @given(st.integers(0, 10**6), st.integers(2, 4), st.sampled_from([None, ZstdColumn]), st.integers(5, 40))
 def test_any_history_reads_like_a_list(seed: int, stack: int, make: Any, rows: int) -> None:
     chance = random.Random(seed)

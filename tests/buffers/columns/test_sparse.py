@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
@@ -12,7 +13,7 @@ from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
 from flatroll.buffers.columns.sparse import SparseColumn
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(40, derandomize=True)
 @given(
     rows=st.integers(1, 12),
     dtype=st.sampled_from([torch.float32, torch.uint8, torch.bool, torch.float16]),

@@ -89,8 +89,8 @@ def test_slices_cross_fragments_and_the_end_of_the_ring(world: Any) -> None:
         write(index, world, model, a[i : i + 2] + b[i : i + 2])
     # slots:   0   1   2   3   4   5   6   7   8   9
     # rows:   a5  b4  b5  a6  a7  b6  b7  b3* a4* ...   after 16 rows in a ring of 10
-    assert index.rows_of(0).tolist() == [8, 9, 2, 3][-4:]
-    assert index.rows_of(1000).tolist() == [6, 7, 0, 1, 4, 5]
+    assert index.find_rows(0).tolist() == [8, 9, 2, 3][-4:]
+    assert index.find_rows(1000).tolist() == [6, 7, 0, 1, 4, 5]
     draw = index.draw(50, 4, strict=True)
     for first in draw.firsts.tolist():
         got = draw.slots[first : first + 4].tolist()
@@ -124,7 +124,7 @@ def test_without_ids_the_next_extend_goes_on_unless_done_or_is_init(world: Any) 
         Fragments.read(world.to_batch(world.episode(0, 3, 3), ids=""), KEYS)
     )  # is_init: the open one is cut
     assert (index.trajectories, index.open_trajectories) == (4, 1)
-    assert index.rows_of(0).tolist() == [0, 1, 2, 3, 4, 5]  # numbered as they begin
+    assert index.find_rows(0).tolist() == [0, 1, 2, 3, 4, 5]  # numbered as they begin
 
 
 def test_many_open_trajectories_are_found_again(world: Any) -> None:
@@ -198,7 +198,7 @@ def test_errors_say_what_is_wrong(world: Any) -> None:
     with pytest.raises(ValueError, match="length must be an integer of at least 1, got 0"):
         index.starts(0)
     with pytest.raises(KeyError, match="no row of trajectory 99 is stored"):
-        index.rows_of(99)
+        index.find_rows(99)
     with pytest.raises(ValueError, match="capacity must be an integer of at least 1, got 0"):
         TrajectoryIndex(0)
 

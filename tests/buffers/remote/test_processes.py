@@ -6,15 +6,15 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
 
+import interpreters
 import pytest
 import torch
 from shared_rows import far, run, shares
@@ -28,7 +28,7 @@ from flatroll.buffers import (
     ReplayBuffer,
     SliceSampler,
 )
-from flatroll.buffers.remote import LETTER, Post
+from flatroll.buffers.remote import LETTER, Connection
 from flatroll.rollouts import Collector
 from flatroll.sharing import Channel, Nursery
 from flatroll.wrappers.testing import Script, ScriptedVectorEnv
@@ -85,7 +85,7 @@ def test_the_parent_sees_what_a_worker_stores(method: str) -> None:
 def test_files_that_processes_share_need_no_owner(tmp_path: Path) -> None:
     """But may have one."""
 
-    def work(pipe: Connection, buffer: ReplayBuffer, handle: BufferHandle) -> None:
+    def work(pipe: Pipe, buffer: ReplayBuffer, handle: BufferHandle) -> None:
         buffer.extend(rows(1.0, 10))
         handle.extend(rows(2.0, 5))
         pipe.send(len(buffer))
@@ -180,7 +180,7 @@ def test_what_is_no_socket_does_not_come_in() -> None:
 
 
 def test_a_stopped_client_delays_nobody() -> None:
-    def extend(pipe: Connection, handle: BufferHandle) -> None:
+    def extend(pipe: Pipe, handle: BufferHandle) -> None:
         pipe.send(handle.extend(rows(1.0, 4, 30_000)).tolist())
         while True:
             handle.sample(40)
@@ -234,11 +234,11 @@ def test_an_interrupted_call_does_not_shift_the_answers(
     _, handle = served
     assert len(handle) == 4
 
-    def interrupted(self: Post) -> None:
+    def interrupted(self: Connection) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(Post, "receive", interrupted)
+        patched.setattr(Connection, "receive", interrupted)
         with pytest.raises(KeyboardInterrupt):
             handle.stats()
     assert len(handle) == 4  # not the statistics
@@ -309,7 +309,7 @@ def test_a_handle_goes_on_in_a_process_forked_after_its_use(
     buffer, used = served
     assert len(used) == 4  # by a channel, which the child must not share
 
-    def work(pipe: Connection) -> None:
+    def work(pipe: Pipe) -> None:
         for _ in range(20):
             used.extend(rows(1.0, 2))
         pipe.send((len(used), repr(used)))
@@ -338,7 +338,7 @@ def test_a_handle_is_where_its_buffer_is_without_a_detour(served: tuple[ReplayBu
 def test_the_end_of_the_owner_is_told_at_once() -> None:
     """Also while a sibling lives that was forked from the owner and has copies of its descriptors."""
 
-    def own(pipe: Connection, channel: Channel) -> None:
+    def own(pipe: Pipe, channel: Channel) -> None:
         buffer = buffer_of()
         buffer.extend(rows(3.0))
         channel.send("handle", buffer.handle())
@@ -394,7 +394,7 @@ def test_the_owner_ends_with_its_buffer() -> None:
 
 
 def test_a_copy_of_an_owned_buffer_has_no_handle_in_another_process() -> None:
-    def work(pipe: Connection, buffer: ReplayBuffer, pickled: bytes) -> None:
+    def work(pipe: Pipe, buffer: ReplayBuffer, pickled: bytes) -> None:
         with pytest.raises(RuntimeError, match=f"belongs to process {os.getppid()}"):
             buffer.extend(rows(1.0))
         for other in (buffer, pickle.loads(pickled)):
@@ -426,7 +426,7 @@ def test_copies_in_one_process_own_themselves() -> None:
 
 
 def test_a_copy_goes_on_where_the_owner_has_ended() -> None:
-    def own(pipe: Connection) -> None:
+    def own(pipe: Pipe) -> None:
         buffer = buffer_of()
         buffer.extend(rows(0.0))
         buffer.handle()
@@ -464,9 +464,7 @@ print(child)
 
 def test_a_program_ends_when_its_last_line_is_done() -> None:
     """The owner's thread, which is at work, neither keeps it alive nor prints anything."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", ENDS], capture_output=True, text=True, timeout=600, check=False
-    )
+    done = interpreters.run([sys.executable, "-W", "ignore", "-c", ENDS])
     assert (done.returncode, done.stderr) == (0, "")
     child = int(done.stdout)
     until(

@@ -7,7 +7,6 @@ copies of each kind.
 import copy
 import faulthandler
 import pickle
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -155,7 +154,12 @@ def shared() -> None:
 
 
 def test_copies_of_a_buffer_under_load_hold_the_rows_of_one_moment() -> None:
-    found = subprocess.run([sys.executable, __file__, "3"], capture_output=True, text=True, timeout=600)
+    # neither is known to the process that runs this file
+    import interpreters
+    from forms import scaled
+
+    copies = scaled(quick="2", long="10")  # a deep copy and a pickle
+    found = interpreters.run([sys.executable, __file__, copies], timeout=600)
     assert found.returncode == 0, found.stderr[-3000:]
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from forms import scaled
 from scripts import run_script
 from tensordict import TensorDict
 
@@ -13,7 +14,7 @@ from flatroll.buffers import LazyTensorStorage, ReplayBuffer, Sampler, SliceSamp
 @pytest.mark.parametrize("unreadable", [0, 1], ids=["forms", "unreadable"])
 def test_crafted_tensors_and_indices(unreadable: int) -> None:
     """``unreadable``: meta and sparse tensors, and rows that are views of the storage's own memory."""
-    run_script("crafted_inputs", 25, 0, unreadable)
+    run_script("crafted_inputs", scaled(quick=10, long=200), 0, unreadable)
 
 
 def rows(first: int, count: int) -> TensorDict:

@@ -68,6 +68,7 @@ def assert_bit_equal(left: Any, right: Any) -> None:
         assert torch.equal(value.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8)), key
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize(
     ("storage", "kind"),

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
@@ -230,7 +231,7 @@ def test_filled_slices_begin_at_marked_rows(world: Any) -> None:
     slices=st.integers(1, 5),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_any_slices_are_runs_of_one_trajectory(
     world: Any,
     name: str,

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
@@ -272,7 +273,7 @@ OPTIONS = st.fixed_dictionaries(
 
 @pytest.mark.parametrize("slices", [False, True])
 def test_weights_equal_those_of_a_list(world: Any, slices: bool) -> None:
-    @settings(max_examples=20, deadline=None, derandomize=True)
+    @examples(20, derandomize=True)
     @given(OPTIONS)
     def walk(options: dict[str, Any]) -> None:
         twins = Twins(world, slices, options)

@@ -80,7 +80,7 @@ def test_a_slice_of_one_row_is_both_first_and_last(world: Any) -> None:
 def test_stored_flags_inside_a_slice_stay(world: Any) -> None:
     """Windows marked truncated by the collector (set_truncated), stored by id alone: the marks are not erased."""
     batch = world.to_batch(world.episode(0, 0, 6, ""))
-    batch["next", "truncated"][2] = True  # not done: the run goes on
+    batch["next", "truncated"][2] = True  # not done: the run continues
     batch["is_init"][:] = False
     sample = filled(batch, 6, slice_len=6).sample()
     assert flags(sample, *ALL) == ["is", "", "tr", "", "", "trdo"]

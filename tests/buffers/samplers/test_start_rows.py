@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
@@ -48,7 +49,7 @@ def slices(sample: TensorDict) -> list[TensorDict]:
     return cut
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(40, derandomize=True)
 @given(
     lengths=st.lists(st.integers(1, 14), min_size=1, max_size=5),
     windows=st.lists(st.integers(1, 6), min_size=3, max_size=8),

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
@@ -196,7 +197,7 @@ def written(world: Any, capacity: int, seed: int, writers: int, longest: int, ro
     return index, model
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     capacity=st.integers(1, 90),
     seed=st.integers(0, 10**6),

@@ -1,10 +1,10 @@
 """Sizes: what fits is asked before it is taken, and what is taken is reported."""
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import interpreters
 import pytest
 import torch
 from tensordict import TensorDict
@@ -73,7 +73,7 @@ def test_limits_of_the_process_count() -> None:
             resource.setrlimit(limit, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     """
     run = [sys.executable, "-c", code]
-    found = subprocess.run(run, capture_output=True, text=True, check=True, env={"PYTHONPATH": "src"})
+    found = interpreters.run(run, check=True, env={"PYTHONPATH": "src"})
     assert found.stdout.split() == ["refused", "refused"]
 
 

@@ -6,12 +6,12 @@ import gc
 import os
 import pickle
 import shutil
-import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
+import interpreters
 import pytest
 import torch
 from tensordict import TensorDict
@@ -209,9 +209,7 @@ def test_temporary_files_go_with_the_process() -> None:
         "buffer = ReplayBuffer(storage=LazyMemmapStorage(4)); buffer.extend(torch.zeros(2))\n"
         "print(buffer.storage.folder)\nraise ValueError\n"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": "src"}
-    )
+    found = interpreters.run([sys.executable, "-c", code], env={"PYTHONPATH": "src"})
     folder = Path(found.stdout.strip())
     assert folder.name.startswith("flatroll-") and not folder.exists()
 
@@ -376,9 +374,7 @@ def test_a_buffer_larger_than_the_memory_it_may_use() -> None:
             assert int(sample["n"].min()) >= 2560
         print(large.storage.nbytes >> 20, large.storage._large)
     """
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": "src"}
-    )
+    found = interpreters.run([sys.executable, "-c", code], env={"PYTHONPATH": "src"})
     assert found.returncode == 0, found.stderr
     assert found.stdout.splitlines() == ["the storage needs 256.3 MiB (32768 rows of 8202 byt", "256 True"]
 

@@ -6,7 +6,8 @@ from typing import Any
 import gymnasium as gym
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
@@ -91,7 +92,7 @@ def test_one_flat_storage_for_two_envs() -> None:
         assert bool((sample["step_count"][1:] == sample["step_count"][:-1] + 1)[inside].all())
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(40, derandomize=True)
 @given(
     lanes=st.sampled_from([(1,), (2,), (3,), (2, 3), (1, 2, 2)]),
     rows=st.integers(12, 70),

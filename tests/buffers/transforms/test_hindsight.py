@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import Tensor
@@ -94,7 +95,7 @@ def chi_square(goals: Tensor, values: range) -> float:
 # --- which goals ----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@examples(12, derandomize=True)
 @given(
     strategy=st.sampled_from(STRATEGIES),
     compact=st.booleans(),

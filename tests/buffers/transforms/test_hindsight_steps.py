@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
@@ -88,7 +89,7 @@ def all_rows(writer: StepWriter) -> tuple[Any, Any]:
     return steps, torch.arange(writer.num_envs).repeat(writer.steps - writer.oldest)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@examples(12, derandomize=True)
 @given(
     num_envs=st.sampled_from([1, 3, 8]),
     window=st.sampled_from([1, 3, 8, 24]),

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
@@ -117,7 +118,7 @@ def test_rows_ahead_are_those_of_the_trajectory(world: Any, n: int) -> None:
             slot = following[slot] if slot >= 0 else -1
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@examples(12, derandomize=True)
 @given(
     n=st.integers(1, 7),
     gamma=st.sampled_from([0.0, 0.9, 1.0]),
@@ -374,6 +375,7 @@ def test_compact_batches_need_their_final_observations(world: Any) -> None:
         read(MultiStepTransform(3, 0.9), buffer, torch.arange(5))
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("sampler", ["random", "slices"])
 @pytest.mark.parametrize("compact", [False, True])
 @pytest.mark.parametrize("kind", ["float32", "dict"])

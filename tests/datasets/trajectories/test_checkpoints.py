@@ -15,7 +15,7 @@ import torch
 
 from flatroll.buffers import ReplayBuffer
 from flatroll.datasets import TrajectoryReplayBuffer
-from flatroll.datasets.trajectories.rows import LANE, check_marks, rows_of
+from flatroll.datasets.trajectories.rows import LANE, check_marks, from_trajectories
 from flatroll.disk import Folder
 from flatroll.disk.segments import RowsName
 
@@ -195,7 +195,7 @@ def test_arguments(options: dict[str, Any]) -> None:
 
 
 def test_lanes_of_a_trajectory_follow_each_other() -> None:
-    rows, records = rows_of([{"rewards": torch.zeros(2, 3)}], 0)
+    rows, records = from_trajectories([{"rewards": torch.zeros(2, 3)}], 0)
     assert rows is not None
     check_marks(rows, records, 0)
     rows[LANE][4:] += 1

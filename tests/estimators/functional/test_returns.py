@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
@@ -181,7 +182,7 @@ def assert_close(actual: Sequence[Tensor], wanted: Sequence[Tensor], **tolerance
 
 
 @EACH
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(
     runs=RUNS,
     seed=st.integers(0, 5),

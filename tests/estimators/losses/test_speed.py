@@ -122,7 +122,7 @@ def weights_after_updates(kind: Any, batch: TensorDict, compiled: bool) -> dict[
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch.compile
-@pytest.mark.parametrize("kind", [ClipPPOLoss, DQNLoss, SACLoss])
+@pytest.mark.parametrize("kind", [ClipPPOLoss, DQNLoss, pytest.param(SACLoss, marks=pytest.mark.long)])
 def test_torch_compile_takes_an_update_in_whole_graphs(kind: Any) -> None:
     torch.manual_seed(1)
     batch = bench_updates.rows(16, continuous=kind is SACLoss)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictSequential
@@ -83,7 +84,7 @@ RUNS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(runs=RUNS, budget=st.integers(1, 8), compact=st.booleans())
 def test_valid_rows_are_those_of_the_batch_up_to_there(
     batch_of: BatchOf, runs: list[tuple[int, str]], budget: int, compact: bool

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictBase, TensorDictParams
 from tensordict.nn import (
@@ -130,7 +131,7 @@ def compact(batch: TensorDict) -> tuple[TensorDict, TensorDict]:
 
 
 @EACH
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(
     runs=RUNS,
     way=st.sampled_from(

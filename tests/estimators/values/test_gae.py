@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
@@ -41,7 +42,7 @@ def compact(batch: TensorDict) -> tuple[TensorDict, TensorDict]:
     return batch.exclude(("next", "observation")), final
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     runs=RUNS,
     gamma=st.sampled_from([0.0, 0.9, 1.0]),

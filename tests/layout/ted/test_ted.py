@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictBase
 from torch.utils._pytree import tree_leaves
@@ -108,7 +109,7 @@ def through_folders(rows: TensorDictBase, shift: int | None, is_full: bool | Non
 ROUTES = [through_flat, through_nested, through_folders]
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     lengths=st.lists(st.integers(1, 4), min_size=1, max_size=5),
     dtype=st.sampled_from(DTYPES),
@@ -183,7 +184,7 @@ def test_the_seam_of_a_ring_is_no_run_end_and_its_ends_are_kept() -> None:
     """The newest row stands before the oldest: they are of two episodes, which the flat form lays at its two ends."""
     rows = rows_of([5, 3], torch.float32, done_last=True).exclude("collector")
     done = rows["next", "done"]
-    done[-1] = False  # the newest episode goes on
+    done[-1] = False  # the newest episode continues
     ring = torch.stack([rows[i - 3] for i in range(8)])  # slots 3... hold the oldest rows
     save = TED2Flat()
     save.shift, save.is_full = 3, True

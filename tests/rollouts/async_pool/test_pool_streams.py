@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from scripted_pool import ScriptedPool, by_env, same, same_streams, take
 from split_envs import CountingState
@@ -24,7 +25,7 @@ def stack(pool: Any) -> Any:
     return RewardSum(StepCounter(pool))
 
 
-@settings(deadline=None, max_examples=20)
+@examples(20)
 @given(
     num_envs=st.integers(2, 5),
     fewer=st.integers(0, 4),
@@ -76,7 +77,7 @@ def test_actions_of_other_spaces(action: Any) -> None:
     same_streams(collect(4), collect(3), 4)
 
 
-@settings(deadline=None, max_examples=15)
+@examples(15)
 @given(
     order=st.integers(0, 10**6),
     cuts=st.lists(st.integers(1, 12), min_size=2, max_size=8),

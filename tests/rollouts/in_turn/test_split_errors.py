@@ -2,11 +2,11 @@
 
 import os
 import signal
-import subprocess
 import sys
 from typing import Any
 
 import gymnasium as gym
+import interpreters
 import numpy as np
 import pytest
 import torch
@@ -284,8 +284,6 @@ if __name__ == "__main__":
 
 
 def test_closing_with_a_step_under_way_ends() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", CLOSES], capture_output=True, text=True, timeout=600, check=False
-    )
+    run = interpreters.run([sys.executable, "-c", CLOSES])
     assert run.returncode == 0, run.stderr
     assert run.stdout.split("\n")[:2] == ["closed with a step under way", "True"]

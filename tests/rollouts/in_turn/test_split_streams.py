@@ -6,7 +6,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from forms import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from split_envs import CountingState, Part, parts, script
 from tensordict.nn import TensorDictModule, TensorDictSequential
@@ -57,7 +58,7 @@ def compare(whole: Collector, split: Collector, batches: int) -> None:
     split.shutdown()
 
 
-@settings(deadline=None, max_examples=80)
+@examples(80)
 @given(
     borders=st.lists(st.integers(1, 4), unique=True, min_size=1, max_size=4).map(sorted),
     mode=st.sampled_from(MODES),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import any_order
 import pytest
+from forms import scaled
 
 from flatroll.sharing import Nursery
 
@@ -15,14 +16,15 @@ from flatroll.sharing import Nursery
 def test_a_second_call_works_wherever_the_first_is_interrupted(
     kind: type[any_order.Case], nursery: Nursery, tmp_path: Path
 ) -> None:
-    _, presses, interrupts = any_order.sweep(kind, nursery, tmp_path, 5)
-    assert presses >= 5 and interrupts
+    places = scaled(quick=3, long=20)
+    _, presses, interrupts = any_order.sweep(kind, nursery, tmp_path, places)
+    assert presses >= places and interrupts
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 @pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )  # Ctrl-C in a function of a fork
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", scaled(quick=[0], long=range(6)))
 def test_programs_in_any_order(seed: int, nursery: Nursery, tmp_path: Path) -> None:
     any_order.play(nursery, tmp_path, seed, 12)

@@ -214,7 +214,7 @@ def test_a_worker_that_waits_for_a_slow_learner_is_not_overdue(
                 asked = transport == "processes" or member.link.head is not None
                 while asked and member not in here | {event.member for event in team.arrived}:
                     team.transport.wait([member.link], None)
-                    team.hear([member])  # until its next window is here
+                    team.drain([member])  # until its next window is here
                 member.since -= 1000  # so slow is the learner
         assert collector.stats()["failures"] == 0
 

@@ -3,13 +3,13 @@
 import gc
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import interpreters
 import pytest
 import torch
 from waits import wait_not_in_vain
@@ -357,9 +357,7 @@ print("pids", *(worker.pid for worker in nursery.workers), flush=True)
 @PROCESSES
 def test_a_program_without_a_guard_that_just_ends(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    ran = subprocess.run(
-        [sys.executable, tmp_path / "program.py"], capture_output=True, text=True, timeout=600, check=False
-    )
+    ran = interpreters.run([sys.executable, tmp_path / "program.py"])
     assert ran.returncode == 0 and "Error" not in ran.stderr, ran.stderr
     pids = ran.stdout.removeprefix("pids ").split()
     assert len(pids) == 2

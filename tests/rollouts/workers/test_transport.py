@@ -17,9 +17,9 @@ from flatroll.rollouts.workers.transport import (
     WINDOW,
     Job,
     Link,
+    LocalWindow,
     Note,
     Ready,
-    Rows,
     Transport,
     Wake,
 )
@@ -56,7 +56,7 @@ class QueueLink:
         count = 0 if batch is None else len(batch)
         note = Note(self.collector.frames, count, (count,), self.collector.rows_held, 0.0, None)
         self._queue.append(
-            (END, note) if batch is None else (WINDOW, Rows([dict(batch.items(True, True))], note))
+            (END, note) if batch is None else (WINDOW, LocalWindow([dict(batch.items(True, True))], note))
         )
 
     def receive(self) -> tuple[str, Any] | None:

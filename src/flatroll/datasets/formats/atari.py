@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, DatasetOptions, slices
 from flatroll.datasets.formats.npy import ArrayStream
-from flatroll.layout.checks import file_path
+from flatroll.layout.checks import check_path
 from flatroll.layout.export import Array, from_numpy
 
 _NAME = re.compile(r"\$store\$_observation_ckpt\.([0-9]{1,9})\.gz")
@@ -43,7 +43,7 @@ def read_atari_dqn(
 
     Source: Agarwal, Schuurmans & Norouzi, An Optimistic Perspective on Offline Reinforcement Learning (2020).
     """
-    folder = file_path("path", path).absolute()
+    folder = check_path("path", path).absolute()
     parts = sorted(int(match[1]) for file in folder.iterdir() if (match := _NAME.fullmatch(file.name)))
     if not parts:
         raise FileNotFoundError(f"{folder} has no $store$_observation_ckpt.<number>.gz")
@@ -53,11 +53,9 @@ def read_atari_dqn(
         names = {kind: folder / f"$store$_{kind}_ckpt.{part}.gz" for kind in _KINDS}
         if missing := [name.name for name in names.values() if not name.is_file()]:
             raise FileNotFoundError(f"{folder} has no {missing[0]}")
-
         for batch in _part(names, games, frame_stack, chunk_rows):
             games = int(batch["collector", "traj_ids"][-1])
             yield batch
-
         games += 1
 
 
@@ -87,22 +85,23 @@ def _steps(
     begins = True
     depth = frame_stack or 1
     frames = streams["observation"].read(1)
-    history = np.zeros(
-        (depth - 1, *frames.shape[1:]), frames.dtype
-    )  # frames before the first row, for its stack
 
+    # Frames before the first row, for its stack.
+    history = np.zeros((depth - 1, *frames.shape[1:]), frames.dtype)
     age = 0  # of the first row, within its game
+
     while first < total:
         count = min(chunk_rows, total - first)
         frames = np.concatenate([frames, streams["observation"].read(count - (first + count == total))])
         columns = {kind: streams[kind].read(count) for kind in _KINDS[1:]}
+
         terminal = columns["terminal"].astype(bool)
         starts = np.concatenate([[begins], terminal[:-1]])
         known = ~terminal
         if first + count == total:
             known[-1] = False
-
         later = np.where(known, np.arange(1, count + 1), np.arange(count))  # index of each row's next frame
+
         seen: Array = frames
         run = np.zeros(count, np.int64)
         if frame_stack:
@@ -128,7 +127,6 @@ def _steps(
         if frame_stack:
             age = 0 if terminal[-1] else int(count - run[-1])
             history = np.concatenate([history, frames[:count]])[count:]
-
         begins = bool(terminal[-1])
         first = first + count
         frames = frames[count:]
@@ -147,6 +145,7 @@ def _stacks(frames: Array, ages: Array, depth: int, terminal: Array) -> Any:
     ages = np.append(ages, after)[: len(frames) - depth + 1]
     stacks = np.lib.stride_tricks.sliding_window_view(frames, depth, axis=0)
     stacks = np.moveaxis(stacks, -1, 1).copy()
+
     for back in range(1, depth):  # the frame `back` steps ago belongs to another game
         stacks[ages < back, depth - 1 - back] = 0
     return stacks

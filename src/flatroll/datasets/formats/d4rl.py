@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from flatroll.datasets import ids
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, DatasetOptions
-from flatroll.datasets.formats.episodes import count_on, damage_in, episode_of, files_in
-from flatroll.layout.checks import file_path, flags
+from flatroll.datasets.formats.episodes import count_on, damage_in, files_in, make_episode
+from flatroll.layout.checks import check_flags, check_path
 from flatroll.layout.export import Array, optional_package
 from flatroll.layout.hdf5 import h5_columns
 from flatroll.layout.keys import NestedKey, plain_key
@@ -54,7 +54,7 @@ def read_d4rl(source: str | Path | Mapping[str, Any], *, drop_unknown: bool = Fa
     >>> [len(episode) for episode in read_d4rl({**steps, "terminals": np.array([False, True, False])})]
     [2, 1]
     """
-    flags(drop_unknown=drop_unknown)
+    check_flags(drop_unknown=drop_unknown)
     if isinstance(source, Mapping):
         arrays = {
             name: np.asarray(values) for name, values in source.items() if name.split("/")[0] != "metadata"
@@ -63,7 +63,7 @@ def read_d4rl(source: str | Path | Mapping[str, Any], *, drop_unknown: bool = Fa
         return
 
     h5py = optional_package("h5py", "h5", "read_d4rl")
-    with damage_in(file_path("source", source)), h5py.File(source, "r") as file:
+    with damage_in(check_path("source", source)), h5py.File(source, "r") as file:
         yield from _episodes(h5_columns(file, leave_out=("metadata",)), str(source), drop_unknown)
 
 
@@ -92,7 +92,6 @@ def _episodes(columns: Mapping[str, Any], place: str, drop_unknown: bool) -> Ite
         )
 
     over[-1:] = True
-
     first = 0
     for number, last in enumerate(np.flatnonzero(over)):
         rows = slice(first, last + 1)
@@ -103,11 +102,8 @@ def _episodes(columns: Mapping[str, Any], place: str, drop_unknown: bool) -> Ite
         }
 
         states = {"observation": columns["observations"][rows]}
-        if "rewards" in columns:
-            reward = columns["rewards"][rows]
-        else:
-            reward = None
-        episode = episode_of(number, states, others, reward, terminal[rows], timeout[rows])
+        reward = columns["rewards"][rows] if "rewards" in columns else None
+        episode = make_episode(number, states, others, reward, terminal[rows], timeout[rows])
         first = int(last) + 1
         if drop_unknown and "next_observations" not in columns and not terminal[last]:
             episode = episode[:-1]
@@ -132,14 +128,12 @@ def _continues(seen: Any, following: Any) -> Array:
         )
 
     same = np.ones(max(rows - 1, 0), bool)
-
     for first in range(0, rows - 1, _ROWS_AT_ONCE):
         end = min(first + _ROWS_AT_ONCE, rows - 1)
         later = following[first:end]
         root = seen[first + 1 : end + 1].astype(later.dtype)  # as precise as the file's next observations
         equal = (root == later) | ((root != root) & (later != later))  # NaN equals NaN
         same[first:end] = equal.reshape(end - first, -1).all(1)
-
     return same
 
 
@@ -159,7 +153,7 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
             ``is_init`` marks where episodes begin. Default True.
         direct_download: None or True, for compatibility; ``d4rl.qlearning_dataset`` is not called, since its result
             does not mark where episodes were cut.
-        terminate_on_end: leave out last rows whose next observation is unknown, but for terminal ones, as
+        terminate_on_end: leave out last rows whose next observation is unknown, except for terminal ones, as
             `d4rl.qlearning_dataset` does. Default False (None).
 
     Raises:
@@ -204,9 +198,7 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
     def _fetch(self, folder: Path) -> Any:
         if not self._from_env:
             return super()._fetch(folder)
-
         self._check_known()
-
         try:
             import_module("d4rl")  # registers the envs with gym
             gym = import_module("gym")
@@ -215,7 +207,6 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
                 f"from_env=True needs gym and D4RL's own library, which only old versions of Python can install "
                 f"({error}): leave it out and pass the HDF5 file with fetch=, or pass the env with fetch="
             ) from error
-
         return gym.make(self.dataset_id)
 
     @override
@@ -232,12 +223,9 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
             return files_in(source, (".hdf5", ".h5"))
         if isinstance(source, Mapping):
             return [source]
-
-        if hasattr(source, "get_dataset"):
-            env = source
-        else:
+        env = source
+        if not hasattr(env, "get_dataset"):
             env = getattr(source, "unwrapped", source)
-
         if not hasattr(env, "get_dataset"):
             raise TypeError(
                 "from_env=True needs a D4RL env with get_dataset(), or the arrays that it returns, got "

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from tensordict import TensorDict
 
-from flatroll.layout.checks import file_path, iterable
+from flatroll.layout.checks import check_iterable, check_path
 from flatroll.layout.export import Array, from_columns
 from flatroll.layout.keys import (
     DONE,
@@ -79,28 +79,21 @@ def naming(place: str | Path) -> Iterator[None]:
     except (FileNotFoundError, PermissionError, ImportError):
         raise
     except UNREADABLE as error:
-        if isinstance(error, KeyError) and error.args:
-            reason = error.args[0]
-        else:
-            reason = error
-        text = str(reason)
+        first = error.args[0] if isinstance(error, KeyError) and error.args else error
+        text = str(first)
         known = isinstance(error, KeyError | TypeError | ValueError | UnpicklingError)
         if known and str(place) in text and len(text) <= _LONGEST:
             raise
-
         kinds = [kind for kind in (KeyError, TypeError, UnpicklingError) if isinstance(error, kind)]
-        if len(text) <= _LONGEST:
-            short = text
-        else:
-            short = f"{text[:_LONGEST]}..."
+        short = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
         text = f"{place} cannot be read, or is damaged: {short or type(error).__name__}"
         raise (*kinds, ValueError)[0](text) from None
 
 
-def episode_of(*parts: Any) -> TensorDict:
+def make_episode(*parts: Any) -> TensorDict:
     """Return an episode of T steps as a flat batch ``[T]`` with all markers; see `episode_columns`.
 
-    >>> batch = episode_of(0, {"observation": np.arange(3)}, {}, np.ones(2), np.array([0, 1]), np.zeros(2))
+    >>> batch = make_episode(0, {"observation": np.arange(3)}, {}, np.ones(2), np.array([0, 1]), np.zeros(2))
     >>> batch["next", "observation"], batch["next", "done"].squeeze(-1)
     (tensor([1, 2]), tensor([False,  True]))
     """
@@ -128,6 +121,7 @@ def episode_columns(
     length = len(terminated)
     over = np.asarray(terminated).reshape(length, 1).astype(bool)
     cut = np.asarray(truncated).reshape(length, 1).astype(bool)
+
     columns = {as_tuple(key): values for key, values in others.items()}
     given = set(columns)
 
@@ -135,7 +129,6 @@ def episode_columns(
         columns[as_tuple(key)] = values[:length]
         if next_key(key) in given:
             continue
-
         columns[next_key(key)] = values[1:]
         if len(values) == length:
             columns[next_key(key)] = np.concatenate([values[1:], values[-1:]])
@@ -145,14 +138,11 @@ def episode_columns(
     is_init[:1] = True
     columns[as_tuple(IS_INIT)] = is_init
     columns[as_tuple(TRAJ_IDS)] = np.full(length, number)
-
     if reward is not None:
         paid = np.asarray(reward)
-        if paid.dtype.kind == "f":
-            floating = paid
-        else:
-            floating = paid.astype(np.float32)
-        columns[REWARD] = floating.reshape(length, 1)
+        if paid.dtype.kind != "f":
+            paid = paid.astype(np.float32)
+        columns[REWARD] = paid.reshape(length, 1)
 
     columns[TERMINATED] = over
     columns[TRUNCATED] = cut
@@ -161,7 +151,7 @@ def episode_columns(
 
 
 def count_on(files: Iterable[Iterable[TensorDict]]) -> Iterator[TensorDict]:
-    """Yield the episodes of several files; the trajectory ids of each go on from those of the file before."""
+    """Yield the episodes of several files; the trajectory ids of each continue after those of the file before."""
     episodes = 0
     for file in files:
         first = episodes
@@ -178,7 +168,6 @@ def named_leaves(
     if not isinstance(value, folders):
         yield key, value
         return
-
     parts: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, Mapping) else enumerate(value)  # type: ignore[arg-type]
     for name, part in parts:
         yield from named_leaves(part, (*key, str(name)), folders)
@@ -187,8 +176,8 @@ def named_leaves(
 def files_in(paths: str | Path | Iterable[str | Path], suffixes: tuple[str, ...]) -> list[Path]:
     """Return files given one by one, or those of a folder with these suffixes, in order; no links."""
     if not isinstance(paths, str | Path):
-        several = iterable("paths", paths, "a path, or an iterable of paths")
-        return [file_path("paths", path).absolute() for path in several]
+        several = check_iterable("paths", paths, "a path, or an iterable of paths")
+        return [check_path("paths", path).absolute() for path in several]
 
     path = Path(paths).absolute()
     if not path.is_dir():

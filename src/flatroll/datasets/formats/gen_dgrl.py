@@ -14,10 +14,10 @@ from tensordict import TensorDict, TensorDictBase
 from typing_extensions import override
 
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay
-from flatroll.datasets.formats.episodes import count_on, damage_in, episode_of, files_in, naming
+from flatroll.datasets.formats.episodes import count_on, damage_in, files_in, make_episode, naming
 from flatroll.datasets.formats.npy import read_header
-from flatroll.datasets.ids import unknown_id
-from flatroll.layout.checks import file_path, whole_number
+from flatroll.datasets.ids import unknown_id_error
+from flatroll.layout.checks import check_path, check_whole_number
 from flatroll.layout.export import Array
 
 _NAMES = ("observations", "actions", "dones")
@@ -70,9 +70,8 @@ def read_gen_dgrl(path: str | Path, *, max_bytes: int = 1 << 30) -> Iterator[Ten
     Source: Mediratta et al., The Generalization Gap in Offline Reinforcement Learning (2023).
     """
     number = 0
-    whole_number("max_bytes", max_bytes)
-
-    with damage_in(file_path("path", path)), tarfile.open(path, "r|*", tarinfo=_Member) as archive:
+    check_whole_number("max_bytes", max_bytes)
+    with damage_in(check_path("path", path)), tarfile.open(path, "r|*", tarinfo=_Member) as archive:
         for member in archive:
             if member.isdir():
                 continue
@@ -114,6 +113,7 @@ def _episode(steps: dict[str, Array], number: int, name: str) -> TensorDict:
     lengths = {key: len(np.atleast_1d(steps[key])) for key in (*_NAMES, "rewards") if key in steps}
     if not length or lengths != {key: length + (key == "observations") for key in lengths}:
         raise ValueError(f"{name} must have T + 1 observations for T other values, got lengths {lengths}")
+
     if (early := np.flatnonzero(done[:-1])).size:
         raise ValueError(
             f"{name} is done at step {early[0]} of {length}: the observation after it may be of another game, so it is "
@@ -129,7 +129,7 @@ def _episode(steps: dict[str, Array], number: int, name: str) -> TensorDict:
     others = {key: values for key, values in steps.items() if key not in (*_NAMES, "rewards")}
     others = {key: values for key, values in others.items() if values.ndim and len(values) == length}
 
-    return episode_of(
+    return make_episode(
         number,
         {"observation": pictures},
         {"action": steps["actions"], **others},
@@ -172,7 +172,6 @@ def load_arrays(data: bytes, name: str, max_bytes: int) -> dict[str, Array]:
 
     arrays: dict[str, Array] = {}
     items = value.items() if isinstance(value, dict) else [("", None)]
-
     for key, array in items:
         if not isinstance(key, str) or not isinstance(array, np.ndarray) or array.dtype.kind not in "biufc":
             raise pickle.UnpicklingError(
@@ -200,7 +199,6 @@ def _check_steps(stream: io.BytesIO, name: str) -> None:
                 f"{name}: opcode {step.name} at step {number} does not belong to a dict of arrays: nothing was "
                 "executed"
             )
-
     stream.seek(begin)
 
 
@@ -218,7 +216,6 @@ class _Array(np.ndarray[Any, Any]):
         version, shape, kind, fortran, data = state
         if version != 1 or not isinstance(kind, _Kind) or not isinstance(data, bytes | list):
             raise pickle.UnpicklingError("this is not the state of a NumPy array")
-
         self._budget[0] -= len(data)
         if self._budget[0] < 0:
             raise pickle.UnpicklingError("the arrays have more than max_bytes")
@@ -305,7 +302,7 @@ class GenDGRLExperienceReplay(BaseDatasetExperienceReplay):
         if self.dataset_id not in self.available_datasets:
             raise ValueError(
                 f"dataset_id must be a game and a category, such as 'bigfish-1M_E', see available_datasets: "
-                f"{unknown_id(type(self).__name__, self.dataset_id, self.available_datasets)}"
+                f"{unknown_id_error(type(self).__name__, self.dataset_id, self.available_datasets)}"
             )
 
     @override

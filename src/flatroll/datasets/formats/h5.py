@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from flatroll.datasets.formats.episodes import damage_in
 from flatroll.datasets.formats.sources import CHUNK_BYTES, Source, first_rows
 from flatroll.disk.files import SteadyFile
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import check_whole_number
 from flatroll.layout.export import from_numpy, optional_package, to_numpy
 from flatroll.layout.hdf5 import h5_columns
 from flatroll.layout.keys import as_tuple
@@ -42,7 +42,6 @@ def write_h5(source: Source, path: Path, **h5_kwargs: Any) -> None:
             )
 
     starts = first_rows(source)
-
     with SteadyFile(path) as raw, h5py.File(raw, "w") as file:
         row = 0
         for chunk in source.chunks():
@@ -55,9 +54,7 @@ def write_h5(source: Source, path: Path, **h5_kwargs: Any) -> None:
                     else:
                         kept = {}
                     file.create_dataset(name, shape, array.dtype, **kept)
-
                 file[name][row : row + len(array)] = array
-
             row += len(chunk)
             raw.check()
 
@@ -87,18 +84,17 @@ def read_h5(
         columns.pop(FIRST_ROWS, None)
         if not columns:
             raise ValueError(f"{path} has no columns")
-
         lengths = {name: column.shape[0] for name, column in columns.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"columns must have one row for each row of the batch, got lengths {lengths}")
-
         rows = next(iter(lengths.values()))
+
         size = sum(column.nbytes for column in columns.values())
         if max_bytes is not None and size > max_bytes:
             raise ValueError(f"the columns of {path} take {size} bytes, more than max_bytes={max_bytes}")
-
         if chunk_rows is None:
             chunk_rows = max(1, CHUNK_BYTES * rows // max(1, size))
-        for first in range(0, max(rows, 1), whole_number("chunk_rows", chunk_rows)):
+
+        for first in range(0, max(rows, 1), check_whole_number("chunk_rows", chunk_rows)):
             cut = slice(first, min(first + chunk_rows, rows))
             yield from_numpy({name: column[cut] for name, column in columns.items()}, separator="/")

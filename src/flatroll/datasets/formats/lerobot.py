@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay
 from flatroll.datasets.formats.episodes import damage_in, naming
-from flatroll.datasets.formats.sources import Source, check_follows, episodes_of
+from flatroll.datasets.formats.sources import Source, check_follows, read_episodes
 from flatroll.datasets.formats.tables import MAX_BYTES, row_groups
 from flatroll.layout import checks
 from flatroll.layout.export import (
@@ -70,7 +70,8 @@ class RunningStats:
 
     def __init__(self, images: bool = False) -> None:
         self._images = images
-        self._rows = self._values = 0
+        self._rows = 0
+        self._values = 0
         self._mean: Any = 0.0
         self._squares: Any = 0.0  # sum of squared differences from the mean
         self._low: Any = np.inf
@@ -81,6 +82,7 @@ class RunningStats:
         values = rows.astype(np.float64).reshape(len(rows), -1)
         if self._images:
             values = rows.reshape(-1, rows.shape[-1]) / 255.0
+
         # Infinite values, or squares that overflow, come from the data: do not warn.
         with np.errstate(over="ignore", invalid="ignore"):
             mean = values.mean(0)
@@ -89,18 +91,18 @@ class RunningStats:
             self._squares += ((values - mean) ** 2).sum(0) + apart**2 * (self._values * len(values) / total)
             self._mean = self._mean + apart * (len(values) / total)
 
-        self._low, self._high = np.minimum(self._low, values.min(0)), np.maximum(self._high, values.max(0))
-        self._rows, self._values = self._rows + len(rows), total
+        self._low = np.minimum(self._low, values.min(0))
+        self._high = np.maximum(self._high, values.max(0))
+        self._rows += len(rows)
+        self._values = total
 
     def summary(self) -> dict[str, list[Any]]:
         """Return min, max, mean, std and count, as LeRobot's ``stats.json`` has them."""
         spread = np.sqrt(self._squares / max(self._values, 1))
         numbers = {"min": self._low, "max": self._high, "mean": self._mean, "std": spread}
-        shaped = {
-            name: (value[:, None, None] if self._images else value).tolist()
-            for name, value in numbers.items()
-        }
-
+        if self._images:
+            numbers = {name: value[:, None, None] for name, value in numbers.items()}
+        shaped = {name: value.tolist() for name, value in numbers.items()}
         return {**shaped, "count": [self._rows]}
 
 
@@ -136,31 +138,35 @@ def write_lerobot(
     """
     pyarrow = optional_package("pyarrow", "parquet", "export")
     parquet = optional_package("pyarrow.parquet", "parquet", "export")
-    checks.number("fps", fps, above=0, below=math.inf)
+    checks.check_number("fps", fps, above=0, below=math.inf)
     for folder in ("meta/episodes/chunk-000", "data/chunk-000"):
         (path / folder).mkdir(parents=True)
-    trajectories = episodes_of(source)
+
+    trajectories = read_episodes(source)
     first = next(trajectories)
     fields = _fields(first, images)
     stored = [field for field in fields if not field["next"]]
     stats = {field["column"]: RunningStats(field["image"] is not None) for field in stored}
 
     episodes: list[dict[str, Any]] = []
-    frames = file_number = 0
+    frames = 0
+    file_number = 0
     data: Any = None
     last: Any = None
     finals: list[Any] = []
+
     try:
         for number, rows in enumerate(chain([first], trajectories)):
             table = _table(pyarrow, rows, fields, number, frames, fps, stats)
             chunk_index, file_index = divmod(file_number, _FILES_IN_CHUNK)
             place: dict[str, int] = {"chunk_index": chunk_index, "file_index": file_index}
             target = path / DATA.format(**place)
+
             if data is None:
                 target.parent.mkdir(exist_ok=True)
                 data = parquet.ParquetWriter(target, table.schema)
-
             data.write_table(table)
+
             last_row = {
                 ".".join(as_tuple(key)): rows.get(next_key(key))[-1:] for key in observation_keys(rows)
             }
@@ -170,11 +176,11 @@ def write_lerobot(
 
             episodes.append(_episode_row(number, frames, len(rows), task, place))
             frames += len(rows)
+
             if target.stat().st_size > _FILE_BYTES:
                 data.close()
                 data = None
                 file_number = file_number + 1
-
         if finals:
             last = _write_finals(pyarrow, parquet, finals, path, last)
     finally:
@@ -212,8 +218,8 @@ def _fields(rows: TensorDictBase, images: Mapping[str, str] | None) -> list[dict
         raise ValueError(
             f"images names {unknown[0]!r}, the observations are {sorted(map('.'.join, observed))}"
         )
-
     fields: list[dict[str, Any]] = []
+
     for key, array in to_columns(rows):
         name = ".".join(key)
         shape = list(array.shape[1:])
@@ -222,22 +228,17 @@ def _fields(rows: TensorDictBase, images: Mapping[str, str] | None) -> list[dict
                 f"entry {name!r} is {array.dtype} {shape}, which LeRobot does not support: leave it out"
             )
 
+        root = key if key in observed else key[1:]
         image = None
-        if root := key if key in observed else key[1:] if key[1:] in observed else ():
+        if root in observed:
             image = _image_axes(".".join(root), array, named.get(".".join(root)))
-        column = name
 
+        column = name
         if key == (OBSERVATION,):
-            if image is None:
-                kind = "state"
-            else:
-                kind = "image"
-            column = f"{OBSERVATION}.{kind}"
-        elif key in observed:
-            if key[0] == OBSERVATION:
-                column = name
-            else:
-                column = f"{OBSERVATION}.{name}"
+            what = "state" if image is None else "image"
+            column = f"{OBSERVATION}.{what}"
+        elif key in observed and key[0] != OBSERVATION:
+            column = f"{OBSERVATION}.{name}"
 
         later = key[0] == NEXT and key[1:] in observed
         fields.append(
@@ -251,18 +252,23 @@ def _fields(rows: TensorDictBase, images: Mapping[str, str] | None) -> list[dict
             }
         )
 
+    _check_columns(fields, observed)
+    return fields
+
+
+def _check_columns(fields: list[dict[str, Any]], observed: set[tuple[str, ...]]) -> None:
+    """Raise ValueError if two entries would have one column, or an observation has no next one."""
     stored = [field["column"] for field in fields if not field["next"]]
     if clash := sorted({name for name in stored if stored.count(name) > 1 or name in OWN}):
         raise ValueError(f"columns {clash} would have the same names as others: rename the entries first")
 
-    present = {_key_of(field) for field in fields}
+    present = {_feature_key(field) for field in fields}
     missing = sorted(".".join(key) for key in observed if next_key(key) not in present)
     if missing:
         raise ValueError(
             f"next observations of {missing} are not in the batch: extend a buffer that has compact_obs=True "
             "with the compact batch and its final=, and export the buffer"
         )
-    return fields
 
 
 def _image_axes(name: str, array: Array, given: str | None) -> str | None:
@@ -270,16 +276,11 @@ def _image_axes(name: str, array: Array, given: str | None) -> str | None:
     shape = array.shape[1:]
     pictures = array.dtype == np.uint8 and len(shape) == 3
     if given is not None:
-        checks.one_of(f"images[{name!r}]", given, ("HWC", "CHW"))
+        checks.check_choice(f"images[{name!r}]", given, ("HWC", "CHW"))
+        channels = 0
         if pictures:
-            if given == "HWC":
-                channel_axis = -1
-            else:
-                channel_axis = 0
-            channels = shape[channel_axis]
-        else:
-            channels = 0
-
+            place = -1 if given == "HWC" else 0
+            channels = shape[place]
         if channels not in MODES:
             raise ValueError(
                 f"images[{name!r}] is {given!r}, which needs uint8 of 1, 3 or 4 channels, got {array.dtype} "
@@ -306,10 +307,11 @@ def _table(
     """The frames of one episode."""
     columns = dict(to_columns(rows))
     arrays: dict[str, Any] = {}
+
     for field in fields:
-        array = columns[_key_of(field)]
+        array = columns[_feature_key(field)]
         if field["next"]:
-            check_follows(".".join(_root_of(field)), columns[_root_of(field)], array)
+            check_follows(".".join(_feature_root(field)), columns[_feature_root(field)], array)
             continue
 
         if field["image"] is not None:
@@ -320,7 +322,6 @@ def _table(
             arrays[field["column"]] = pyarrow.array(cells, kind)
         else:
             arrays[field["column"]] = _lists(pyarrow, array)
-
         stats[field["column"]].add(array)
 
     steps = np.arange(len(rows))
@@ -329,7 +330,6 @@ def _table(
     arrays["episode_index"] = pyarrow.array(np.full(len(rows), number))
     arrays["index"] = pyarrow.array(steps + frames)
     arrays["task_index"] = pyarrow.array(np.zeros(len(rows), np.int64))
-
     return pyarrow.table(arrays)
 
 
@@ -337,7 +337,6 @@ def _lists(pyarrow: ModuleType, array: Array) -> Any:
     """Convert numbers to a plain array, vectors to lists of fixed size, more dimensions to lists of lists."""
     if array.size == len(array):
         return pyarrow.array(array.reshape(-1))
-
     values = pyarrow.array(array.reshape(-1))
     if array.ndim == 2:
         return pyarrow.FixedSizeListArray.from_arrays(values, array.shape[1])
@@ -347,7 +346,6 @@ def _lists(pyarrow: ModuleType, array: Array) -> Any:
         count = int(np.prod(array.shape[:axis]))
         size = array.shape[axis]
         values = pyarrow.ListArray.from_arrays(np.arange(count + 1, dtype=np.int32) * size, values)
-
     return values
 
 
@@ -355,11 +353,8 @@ def _png(image: Array) -> bytes:
     pillow = optional_package("PIL.Image", "minari", "export of images")
     file = io.BytesIO()
     if image.shape[-1] == 1:
-        pixels = image[..., 0]
-    else:
-        pixels = image
-    pillow.fromarray(pixels).save(file, format="PNG")
-
+        image = image[..., 0]
+    pillow.fromarray(image).save(file, format="PNG")
     return file.getvalue()
 
 
@@ -390,7 +385,6 @@ def _tasks(pyarrow: ModuleType, task: str) -> Any:
         ],
         "columns": [{**column, "metadata": None}, {**text, "metadata": None}],
     }
-
     return table.replace_schema_metadata({"pandas": json.dumps(about)})
 
 
@@ -403,16 +397,13 @@ def _info(
             continue
 
         shape = field["shape"] or [1]
+        dtype = field["dtype"]
         names = None
         if field["image"] is not None:
             if field["image"] != "HWC":
                 shape = [*shape[1:], shape[0]]
-            names = ["height", "width", "channels"]
-
-        if field["image"] is not None:
             dtype = "image"
-        else:
-            dtype = field["dtype"]
+            names = ["height", "width", "channels"]
         features[field["column"]] = {"dtype": dtype, "shape": shape, "names": names}
 
     for name in OWN:
@@ -466,13 +457,10 @@ def read_lerobot(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Iterator[Te
 
 def _episodes(root: Path, max_bytes: int) -> Iterator[TensorDict]:
     info = _read_json(root / "meta/info.json")
-    if isinstance(info, dict):
-        version = info.get("codebase_version")
-    else:
-        version = None
-
+    version = info.get("codebase_version") if isinstance(info, dict) else None
     if not str(version).startswith("v3"):
         raise ValueError(f"{root} is LeRobot {version}, not v3: convert it with LeRobot first")
+
     features = _check_features(info.get("features"), root / "meta/info.json")
     if videos := sorted(name for name, about in features.items() if about["dtype"] == "video"):
         raise ValueError(f"{root} has videos {videos}, which need a decoder: read it with LeRobot")
@@ -480,34 +468,36 @@ def _episodes(root: Path, max_bytes: int) -> Iterator[TensorDict]:
     ours = (root / RECORD).is_file()
     if ours:
         fields = _check_fields(_read_json(root / RECORD), root / RECORD)
-    else:
-        fields = None
-
-    if ours:
         last = TensorDict.cat(
             [from_arrow(part, separator=_NO_SEPARATOR) for part in row_groups(root / LAST, max_bytes)]
         )
     else:
+        fields = None
         last = None
 
     files = sorted((root / "meta/episodes").rglob("*.parquet"))
     if not files:
         raise FileNotFoundError(f"{root} has no meta/episodes/chunk-000/file-000.parquet")
 
-    row_bytes = 8
-    for about in fields or features.values():
+    row_bytes = _row_bytes(fields or features.values())
+    for number, table in _frames(root, files, row_bytes, max_bytes):
+        if fields is None:
+            yield _read_foreign(table, features, number)
+        else:
+            yield _restore_episode(table, fields, last, number)
+
+
+def _row_bytes(columns: Iterable[dict[str, Any]]) -> int:
+    """Return how many bytes a frame takes at least in memory, by the description of its columns."""
+    total = 8
+    for about in columns:
         # Images are stored in files whose size is bounded; DEFLATE expands them at most 1032 times.
         if not about.get("image") and about["dtype"] != "image":
             # Dtypes that NumPy does not have count one byte per number.
             known = re.fullmatch(_NUMBERS, about["dtype"])
-            row_bytes += int(prod(about["shape"])) * (np.dtype(about["dtype"]).itemsize if known else 1)
-
-    for number, table in _frames(root, files, row_bytes, max_bytes):
-        if fields is None:
-            episode = _read_foreign(table, features, number)
-        else:
-            episode = _restore_episode(table, fields, last, number)
-        yield episode
+            size = np.dtype(about["dtype"]).itemsize if known else 1
+            total += int(prod(about["shape"])) * size
+    return total
 
 
 def _read_json(path: Path) -> Any:
@@ -521,7 +511,6 @@ def _check_features(features: object, path: Path) -> dict[str, Any]:
     """Return the columns' description in ``meta/info.json`` after checking its form."""
     if not isinstance(features, dict):
         raise ValueError(f"{path} does not list its columns ('features')")
-
     for name, about in features.items():
         shape = about.get("shape") if isinstance(about, dict) else None
         if (
@@ -533,48 +522,44 @@ def _check_features(features: object, path: Path) -> dict[str, Any]:
 
         if about["dtype"] == "image":
             names = about.get("names") or [""]
-            if isinstance(names, list):
-                axis_name = names[0]
-            else:
-                axis_name = ""
-            axis = str(axis_name)
-            if axis.startswith("channel"):  # [C, H, W], of older folders
+            if isinstance(names, list) and str(names[0]).startswith("channel"):  # [C, H, W], of older folders
                 shape = [*shape[1:], *shape[:1]]
                 features = {**features, name: {**about, "shape": shape}}
-
             if len(shape) != 3 or shape[2] not in MODES:
                 raise ValueError(
                     f"{path}: images {name!r} must be [H, W, C] of 1, 3 or 4 channels, got {shape}"
                 )
-
     return dict(features)
 
 
 def _check_fields(fields: Any, path: Path) -> list[dict[str, Any]]:
     """Return `write_lerobot`'s description of the entries after checking its form, since it is untrusted."""
-    if isinstance(fields, list):
-        listed = fields
-    else:
-        listed = [None]
-
-    for field in listed:
-        if not (
-            isinstance(field, dict)
-            and all(isinstance(field.get(name), str) for name in ("column", "dtype"))
-            and _is_key(field.get("key"))
-            and re.fullmatch(_NUMBERS, field["dtype"])
-            and isinstance(field.get("shape"), list)
-            and _is_shape(field["shape"])
-            and field.get("image", "") in (None, "HWC", "CHW")
-            and (field["image"] is None or len(field["shape"]) == 3)
-            and isinstance(field.get("next"), bool)
-        ):
+    described = fields if isinstance(fields, list) else [None]
+    for field in described:
+        if not _is_field(field):
             raise ValueError(f"{path} was not written by export(): {str(field)[:200]}")
 
-    roots = {_key_of(field) for field in fields if not field["next"]}
-    if alone := [_key_of(field) for field in fields if field["next"] and _root_of(field) not in roots]:
+    roots = {_feature_key(field) for field in fields if not field["next"]}
+    if alone := [
+        _feature_key(field) for field in fields if field["next"] and _feature_root(field) not in roots
+    ]:
         raise ValueError(f"{path} was not written by export(): {'.'.join(alone[0])!r} has no root entry")
     return list(fields)
+
+
+def _is_field(field: Any) -> bool:
+    """Whether a value of JSON describes an entry as `write_lerobot` does."""
+    return bool(
+        isinstance(field, dict)
+        and all(isinstance(field.get(name), str) for name in ("column", "dtype"))
+        and _is_key(field.get("key"))
+        and re.fullmatch(_NUMBERS, field["dtype"])
+        and isinstance(field.get("shape"), list)
+        and _is_shape(field["shape"])
+        and field.get("image", "") in (None, "HWC", "CHW")
+        and (field["image"] is None or len(field["shape"]) == 3)
+        and isinstance(field.get("next"), bool)
+    )
 
 
 def _is_key(key: object) -> bool:
@@ -584,15 +569,15 @@ def _is_key(key: object) -> bool:
     )
 
 
-def _key_of(field: dict[str, Any]) -> tuple[str, ...]:
+def _feature_key(field: dict[str, Any]) -> tuple[str, ...]:
     key = field["key"]
     if isinstance(key, str):
         return tuple(key.split("."))
     return tuple(key)
 
 
-def _root_of(field: dict[str, Any]) -> tuple[str, ...]:
-    key = _key_of(field)
+def _feature_root(field: dict[str, Any]) -> tuple[str, ...]:
+    key = _feature_key(field)
     if key[0] == NEXT and len(key) > 1:
         return key[1:]
     return key
@@ -614,21 +599,18 @@ def _frames(root: Path, files: list[Path], row_bytes: int, max_bytes: int) -> It
         number = table["episode_index"][0].as_py()
         if number in found:
             raise ValueError(f"{began} has frames of episode {number}, but those before it are elsewhere")
-
         _check_in_order(table, number, began)
         if number in noted and noted[number][0] != len(table):
             raise ValueError(
                 f"{began} has {len(table)} frames of episode {number}, meta/episodes says {noted[number][0]}"
             )
         found[number] = (len(table), began)
-
         return number, table
 
     for file in _data_files(root):
         for group in row_groups(file, max_bytes):
             numbers = _episode_numbers(group, file)
             edges = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(group)]
-
             for first, end in pairwise(edges):
                 if first == end:
                     continue
@@ -682,7 +664,6 @@ def _noted_episodes(
                         f"{root}: episode {number} claims {length * row_bytes} bytes, more than max_bytes={max_bytes}"
                     )
                 noted[number] = (length, root / DATA.format(chunk_index=chunk, file_index=place))
-
     return noted
 
 
@@ -690,9 +671,9 @@ def _episode_numbers(group: Any, file: Path) -> Array:
     """The number of each frame's episode, int64 ``[N]``."""
     if "episode_index" not in group.column_names:
         raise ValueError(f"{file} has no column 'episode_index', it has {group.column_names}")
-
     column = group["episode_index"]
     numbers: Array = column.to_numpy()
+
     if column.null_count or numbers.dtype.kind not in "iu":
         raise ValueError(f"{file} has frames whose 'episode_index' is no number")
     return numbers
@@ -725,13 +706,11 @@ def _warn_of_differences(
     differing = [number for number in sorted(found) if noted.get(number) != found[number]]
     if not differing:
         return
-
     number = differing[0]
     if number in noted:
         says = f"names {noted[number][1].relative_to(root)}"
     else:
         says = "does not name it"
-
     warnings.warn(
         f"{root}: meta/episodes differs from the frames, which are read as they are, in {len(differing)} episodes: "
         f"episode {number} is in {found[number][1].relative_to(root)}, meta/episodes {says}",
@@ -745,14 +724,9 @@ def _decode(column: Any, about: dict[str, Any], length: int, name: str) -> Array
     if about["dtype"] == "image":
         pillow = optional_package("PIL.Image", "minari", "import_lerobot of images")
         height, width, channels = about["shape"]
-
         images = []
         for cell in column.to_pylist():
-            if isinstance(cell, dict):
-                content = cell.get("bytes")
-            else:
-                content = cell
-
+            content = cell.get("bytes") if isinstance(cell, dict) else cell
             if not isinstance(content, bytes):
                 raise ValueError(f"{name} has an image stored outside the file: let LeRobot embed images")
             try:
@@ -762,9 +736,7 @@ def _decode(column: Any, about: dict[str, Any], length: int, name: str) -> Array
                 picture = _exactly(picture, MODES[channels], content, name)
             except (OSError, SyntaxError) as error:
                 raise ValueError(f"{name} has an image that cannot be read: {error}") from None
-
             images.append(np.asarray(picture).reshape(height, width, channels))
-
         return np.stack(images)
 
     values = column.combine_chunks()
@@ -784,7 +756,7 @@ def _exactly(picture: Any, mode: str, content: bytes, name: str) -> Any:
     # Pillow halves the bits of colours with 16, and its mode does not show it; PNG notes the bits at this place.
     deep = content.startswith(_PNG) and len(content) > 24 and content[24] == 16
     if deep or picture.mode not in ("1", "L", "LA", "P", "PA", "RGB", "RGBA"):
-        bits = "16-bit " if deep else ""
+        bits = "16-bit " * deep
         raise ValueError(
             f"{name} has a {bits}picture of mode {picture.mode!r}, which bytes of {mode!r} cannot hold: convert it, or "
             "store it as numbers"
@@ -801,12 +773,10 @@ def _exactly(picture: Any, mode: str, content: bytes, name: str) -> Any:
             lost = "colours"
         else:
             lost = "transparency"
-
         raise ValueError(
             f"{name} has a picture of mode {picture.mode!r} that would lose its {lost} as {mode!r}, which the folder "
             "says: correct its shape in meta/info.json, or the picture"
         )
-
     return made
 
 
@@ -820,14 +790,13 @@ def _restore_episode(table: Any, fields: list[dict[str, Any]], last: Any, number
     """Return an episode as it was passed to `write_lerobot`."""
     columns: dict[tuple[str, ...], Array] = {}
     finals = to_numpy(last[number : number + 1], separator=_NO_SEPARATOR)
-
     # Next values are computed from the others.
     for field in sorted(fields, key=lambda field: bool(field["next"])):
-        key = _key_of(field)
+        key = _feature_key(field)
         name = ".".join(key)
         if field["next"]:
-            root = ".".join(_root_of(field))
-            now = columns[_root_of(field)]
+            root = ".".join(_feature_root(field))
+            now = columns[_feature_root(field)]
             final = finals.get(root)
             if final is None or final.shape != (1, *now.shape[1:]):
                 raise ValueError(f"{LAST} does not match: it lacks the last {root} of episode {number}")
@@ -836,10 +805,7 @@ def _restore_episode(table: Any, fields: list[dict[str, Any]], last: Any, number
 
         shape = field["shape"]
         if field["image"] is not None:
-            if field["image"] == "HWC":
-                seen = shape
-            else:
-                seen = [*shape[1:], shape[0]]
+            seen = shape if field["image"] == "HWC" else [*shape[1:], shape[0]]
             about = {"dtype": "image", "shape": seen}
             array = _decode(_column(table, field), about, len(table), name)
             if field["image"] != "HWC":
@@ -847,9 +813,7 @@ def _restore_episode(table: Any, fields: list[dict[str, Any]], last: Any, number
         else:
             array = _decode(_column(table, field), field, len(table), name)
             array = array.astype(field["dtype"], copy=False)
-
         columns[key] = np.ascontiguousarray(array)
-
     return from_columns(columns)
 
 
@@ -864,41 +828,42 @@ def _read_foreign(table: Any, features: dict[str, Any], number: int) -> TensorDi
         array = _decode(table[name], about, length, name)
         floating = name != f"{NEXT}.reward" or about["dtype"].startswith("float")  # rewards must be floating
         dtype = about["dtype"] if floating else "float32"
-
         # A wider dtype of the file is kept, since it may hold more than the folder says.
-        fits = re.fullmatch(_NUMBERS, dtype) and (not floating or np.can_cast(array.dtype, dtype, "safe"))
-        columns[name] = array.astype(dtype, copy=False) if fits else array
+        if re.fullmatch(_NUMBERS, dtype) and (not floating or np.can_cast(array.dtype, dtype, "safe")):
+            array = array.astype(dtype, copy=False)
+        columns[name] = array
         if name.startswith(f"{OBSERVATION}."):
-            array = columns[name]
             columns[f"{NEXT}.{name}"] = np.concatenate([array[1:], array[-1:]])
 
     is_init = np.zeros((length, 1), bool)
-    never = np.zeros((length, 1), bool)
-    known = np.ones(length, bool)
-
     # Frames before the first one may be missing.
     is_init[0] = "frame_index" not in table.column_names or table["frame_index"][0].as_py() == 0
+    known = np.ones(length, bool)
     known[-1] = False
-    done, terminated, truncated = (
-        columns[place].reshape(length, 1).astype(bool) if (place := f"{NEXT}.{name}") in columns else None
-        for name in ("done", "terminated", "truncated")
-    )
-    cut = never.copy() if truncated is None else truncated
 
-    if terminated is None:
-        over = never if done is None else done & ~cut
-    else:
-        over = terminated
-    cut[-1] |= ~over[-1]
+    def read_flags(name: str) -> Array | None:
+        column = columns.get(f"{NEXT}.{name}")
+        if column is None:
+            return None
+        return column.reshape(length, 1).astype(bool)
+
+    done = read_flags("done")
+    over = read_flags("terminated")
+    cut = read_flags("truncated")
     if done is None:
-        done = never
+        done = np.zeros((length, 1), bool)
+    if cut is None:
+        cut = np.zeros((length, 1), bool)
+    if over is None:
+        over = done & ~cut
+    cut[-1] |= ~over[-1]
 
-    columns |= {f"{NEXT}.done": done | over | cut}
-    columns |= {f"{NEXT}.terminated": over, f"{NEXT}.truncated": cut}
+    columns[f"{NEXT}.done"] = done | over | cut
+    columns[f"{NEXT}.terminated"] = over
+    columns[f"{NEXT}.truncated"] = cut
     columns["is_init"] = is_init
     columns["collector.next_known"] = known
     columns["collector.traj_ids"] = np.full(length, number)
-
     return from_numpy(columns)
 
 

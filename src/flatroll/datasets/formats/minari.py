@@ -15,9 +15,9 @@ from typing_extensions import override
 
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, DatasetOptions
 from flatroll.datasets.formats.episodes import episode_columns, named_leaves
-from flatroll.datasets.formats.sources import Source, check_follows, episodes_of
+from flatroll.datasets.formats.sources import Source, check_follows, read_episodes
 from flatroll.disk import Folder
-from flatroll.layout.checks import file_path, shown
+from flatroll.layout.checks import as_text, check_path
 from flatroll.layout.export import Array, from_columns, optional_package, to_columns
 from flatroll.layout.keys import (
     ACTION,
@@ -34,7 +34,7 @@ from flatroll.layout.keys import (
     observation_keys,
     plain_key,
 )
-from flatroll.layout.spaces import observation_leaves, part_of, space_leaves
+from flatroll.layout.spaces import find_part, observation_leaves, space_leaves
 
 if TYPE_CHECKING:
     from minari import EpisodeData, MinariDataset
@@ -88,14 +88,15 @@ def write_minari(
     minari = optional_package("minari", "minari", "export")
     storage_of = optional_package("minari.dataset.minari_storage", "minari", "export").MinariStorage
     buffer_of = optional_package("minari.data_collector", "minari", "export").EpisodeBuffer
-    trajectories = episodes_of(source)
+
+    trajectories = read_episodes(source)
     first = next(trajectories)
     columns = dict(to_columns(first))
     _check_columns(columns)
+
     if observation_space is None:
         seen = [as_tuple(key) for key in observation_keys(first)]
         observation_space = _known_space(seen, (), columns, source, "observation_space")
-
     if action_space is None:
         acted = [key for key in columns if key[0] == ACTION and not _is_log_prob(key, columns)]
         action_space = _known_space(acted, (), columns, source, "action_space")
@@ -104,6 +105,7 @@ def write_minari(
     acted_on = space_leaves(action_space, (ACTION,))
     _check_leaves("observation_space", observation_space, observed, columns, data_format)
     _check_leaves("action_space", action_space, acted_on, columns, data_format)
+
     kept = {*_SINGLE, *(as_tuple(key) for key, _ in [*observed, *acted_on])}
     kept |= {next_key(key) for key, _ in observed}
     names = _info_names([key for key in columns if key not in kept])
@@ -116,7 +118,6 @@ def write_minari(
         data_format=data_format,
         jpeg_encoding=False,
     )
-
     record = [[list(key), array.dtype.name, list(array.shape[1:])] for key, array in columns.items()]
     storage.update_metadata(
         {"dataset_id": dataset_id, "minari_version": minari.__version__, **metadata, _RECORD: record}
@@ -175,16 +176,16 @@ def _known_space(
     """
     if not keys:
         raise ValueError("an episode needs observations: the batch has none")
-
     root = ACTION if argument == "action_space" else OBSERVATION
+
     if not prefix and {key[0] for key in keys} == {root}:
         return _known_space(keys, (root,), columns, source, argument)
+
     if keys == [prefix]:
         column = columns[prefix]
         space = source.space_of(plain_key(prefix))
         if space is not None and (space.dtype, space.shape) == (column.dtype, column.shape[1:]):
             return cast(gym.Space[Any], space)
-
         raise ValueError(
             f"{argument} must be given: flatroll does not know the space of {'.'.join(prefix)!r}, {column.dtype} "
             f"{list(column.shape[1:])}. Pass {argument}=env.single_{argument}, or first call "
@@ -210,7 +211,7 @@ def _check_leaves(
 ) -> None:
     """Raise ValueError unless the columns are what the space says."""
     for key, path in leaves:
-        part = part_of(space, path)
+        part = find_part(space, path)
         column = columns.get(as_tuple(key))
         if not isinstance(part, _HELD):
             raise ValueError(f"{argument}: {key!r} is {part}, which Minari's files cannot hold as a column")
@@ -255,7 +256,6 @@ def _with_last(columns: Mapping[_Key, Array], key: _Key) -> Array:
             "batch and its final=, and export the buffer"
         )
     check_follows(name, columns[key], following)
-
     return np.concatenate([columns[key], following[-1:]])
 
 
@@ -322,9 +322,11 @@ def open_minari(source: "str | Path | MinariDataset") -> "MinariDataset":
     """Return a `minari.MinariDataset` unchanged, or open the one in a ``data`` folder."""
     if not isinstance(source, str | Path):
         if not hasattr(getattr(source, "storage", None), "metadata"):
-            raise TypeError(f"source must be a MinariDataset or the path of its folder, got {shown(source)}")
+            raise TypeError(
+                f"source must be a MinariDataset or the path of its folder, got {as_text(source)}"
+            )
         return source
-    if not file_path("source", source).is_dir():
+    if not check_path("source", source).is_dir():
         raise FileNotFoundError(f"source must be a Minari data folder, there is none at {source}")
     return optional_package("minari", "minari", "import_minari").MinariDataset(Path(source).absolute())
 
@@ -341,21 +343,16 @@ def read_minari_columns(
     record = data.storage.metadata.get(_RECORD)
     if record is not None:
         if rename or leave_out:
-            if rename:
-                option = "rename"
-            else:
-                option = "leave_out"
-
+            argument = "rename" if rename else "leave_out"
             raise ValueError(
-                f"{option} is only for data sets from other sources: this one was "
+                f"{argument} is only for data sets from other sources: this one was "
                 "written by export, which keeps the names of columns"
             )
         yield from (_restore_episode(episode, record, data) for episode in data.iterate_episodes())
         return
 
     reader = _Reader(infos, rename or {}, leave_out, texts, _some_are_cut(data))
-    sizes = _sizes_of(data)
-
+    sizes = _read_sizes(data)
     before: set[tuple[Any, ...]] | None = None  # the infos of the first episode
     for episode in data.iterate_episodes():
         if (steps := sizes.get(int(episode.id), len(episode))) != len(episode):
@@ -363,24 +360,24 @@ def read_minari_columns(
                 f"episode {episode.id} has {steps} steps, but Minari's library reads {len(episode)} of its "
                 f"{data.storage.FORMAT} file, as where there are not {steps + 1} observations: read it from hdf5"
             )
+        columns = reader.read_columns(episode)
 
-        columns = reader.columns_of(episode)
         kinds = {
             (".".join(key), array.dtype.name, array.shape[1:])
             for key, array in columns.items()
             if key[0] == "info" or key[:2] == (NEXT, "info")
         }
-
-        if differing := sorted({kind[0] for kind in kinds ^ (kinds if before is None else before)}):
+        if before is None:
+            before = kinds
+        if differing := sorted({kind[0] for kind in kinds ^ before}):
             raise ValueError(
                 f"the infos of episode {episode.id} differ from those of earlier episodes in entries, shapes or "
                 f"dtypes: {differing}; pass infos=[...] with the names of those to keep, or infos=False to omit all"
             )
-        before = kinds
         yield columns
 
 
-def _sizes_of(data: "MinariDataset") -> dict[int, int]:
+def _read_sizes(data: "MinariDataset") -> dict[int, int]:
     """How many steps each episode of arrow and parquet files was written with, where they say it.
 
     Minari's reader drops the last value of actions and rewards there, which is a real one if there was no further
@@ -388,14 +385,11 @@ def _sizes_of(data: "MinariDataset") -> dict[int, int]:
     """
     if data.storage.FORMAT == "hdf5":
         return {}
-
     places = [int(number) for number in data.episode_indices]
-
     try:
         noted = list(data.storage.get_episode_metadata(places))
     except FileNotFoundError:  # written before Minari kept it
         return {}
-
     return {
         place: int(one["total_steps"])
         for place, one in zip(places, noted, strict=True)
@@ -408,15 +402,13 @@ def _some_are_cut(data: "MinariDataset") -> bool:
     file = Path(data.storage.data_path, "main_data.hdf5")
     if data.storage.FORMAT != "hdf5" or not file.is_file():
         return False
-
     h5py = optional_package("h5py", "h5", "import_minari")
 
-    def length_of(place: Any) -> int:
+    def count_steps(place: Any) -> int:
         while isinstance(place, h5py.Group):
             if not len(place):
                 return -1
             place = next(iter(place.values()))
-
         if place.shape:
             return int(place.shape[0])
         return -1
@@ -426,9 +418,8 @@ def _some_are_cut(data: "MinariDataset") -> bool:
             episode = opened.get(f"episode_{number}")
             if episode is None or not {"observations", "rewards"} <= set(episode):
                 continue  # the library says what is wrong with it
-            if length_of(episode["observations"]) == length_of(episode["rewards"]):
+            if count_steps(episode["observations"]) == count_steps(episode["rewards"]):
                 return True
-
     return False
 
 
@@ -437,14 +428,9 @@ def _restore_episode(episode: "EpisodeData", record: list[Any], data: "MinariDat
     length = len(episode)
     columns = dict[_Key, Array]()
     leaves = dict(_observation_leaves(episode)) | dict(named_leaves(episode.actions, (ACTION,), _FOLDERS))
-
     for name, dtype, shape in record:
         # Older folders have dotted names.
-        if isinstance(name, str):
-            key = tuple(name.split("."))
-        else:
-            key = tuple(name)
-
+        key = tuple(name.split(".")) if isinstance(name, str) else tuple(name)
         if key in _SINGLE:
             array = getattr(episode, _SINGLE[key])
         elif key in leaves:
@@ -453,9 +439,7 @@ def _restore_episode(episode: "EpisodeData", record: list[Any], data: "MinariDat
             array = leaves[key[1:]][1:]
         else:
             array = np.asarray(episode.infos[".".join(key)])[:length]
-
         columns[key] = np.asarray(array).reshape(length, *shape).astype(dtype, copy=False)
-
     return columns
 
 
@@ -482,12 +466,12 @@ class _Reader:
         self._some_are_cut = some_are_cut
         self._warned = False
 
-    def columns_of(self, episode: "EpisodeData") -> dict[_Key, Array]:
+    def read_columns(self, episode: "EpisodeData") -> dict[_Key, Array]:
         length = len(episode)
         seen = self._observations(episode)
         states = {plain_key(key): array for key, array in seen.items()}
-
         others: dict[NestedKey, Array] = {}
+
         for key, array in named_leaves(episode.actions, (ACTION,), _FOLDERS):
             others[plain_key(key)] = self._words(key, array)
             if len(array) != length:
@@ -502,8 +486,9 @@ class _Reader:
             elif array.dtype.kind in "biufc" and array.shape[:1] == (length,):
                 others[next_key(key)] = array
 
-        flags = episode.terminations, episode.truncations
-        columns = episode_columns(int(episode.id), states, others, episode.rewards, *flags)
+        columns = episode_columns(
+            int(episode.id), states, others, episode.rewards, episode.terminations, episode.truncations
+        )
         if self._some_are_cut:
             columns.setdefault(as_tuple(NEXT_KNOWN), np.ones(length, bool))
         return columns
@@ -525,7 +510,6 @@ class _Reader:
                 names = sorted(".".join(key[1:]) for key in found)
                 raise ValueError(f"infos names {name!r}, which episode {episode.id} lacks: it has {names}")
             kept |= inside
-
         return kept
 
     def _observations(self, episode: "EpisodeData") -> dict[_Key, Array]:
@@ -544,20 +528,18 @@ class _Reader:
         if words and not self._texts:
             self._warn(words)
             found = {key: values for key, values in found.items() if key not in words}
-
         if not found:
             raise ValueError(
                 f"episode {episode.id} has no observations but texts: pass texts=True to keep them"
             )
-
         self._check_names(list(dict.fromkeys(key[0] for key in found)))
+
         length = len(episode)
         if wrong := [key for key, values in found.items() if len(values) not in (length, length + 1)]:
             raise ValueError(
                 f"episode {episode.id} has {len(found[wrong[0]])} observations {'.'.join(wrong[0])!r} for {length} "
                 f"steps, expected {length + 1}"
             )
-
         return {
             (self._rename.get(key[0], key[0]), *key[1:]): self._words(key, values)
             for key, values in found.items()
@@ -584,18 +566,14 @@ class _Reader:
                 UserWarning,
                 stacklevel=2,
             )
-
         self._warned = True
 
     def _check_names(self, roots: list[str]) -> None:
         """Raise ValueError if an entry of the observations cannot have its name."""
+        taken = set(RESERVED)
         if self._infos:
-            infos = {"info"}
-        else:
-            infos = set()
-        taken = RESERVED | infos
+            taken.add("info")
         new = [self._rename.get(root, root) for root in roots]
-
         for root, name in zip(roots, new, strict=True):
             if name.partition(".")[0] in taken or new.count(name) > 1:
                 raise ValueError(
@@ -660,10 +638,9 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
 
         if self.metadata is None:  # the data set was converted by an earlier object
             facts = Folder(self.data_path).load().extra
+            self.metadata = {}
             if isinstance(facts, dict):
                 self.metadata = facts.get("metadata", {})
-            else:
-                self.metadata = {}
 
     @override
     def _fetch(self, folder: Path) -> Any:
@@ -674,7 +651,6 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
                 f"{sorted(minari.list_local_datasets()) or 'none'}): set MINARI_DATASETS_PATH to its folder, or "
                 "leave out load_from_local_minari=True to download it"
             )
-
         try:
             return minari.load_dataset(self.dataset_id, download=not self._local)
         except (KeyError, FileNotFoundError) as error:

@@ -38,6 +38,7 @@ class ArrayStream:
         self._stream = stream
         with naming(name):
             shape, fortran, self.dtype = read_header(stream)
+
         if self.dtype.kind not in "biufc":
             raise TypeError(f"{name} must hold numbers or bools, got {self.dtype}")
         if not shape or (fortran and len(shape) > 1):
@@ -48,7 +49,6 @@ class ArrayStream:
         self.shape = shape
         self.rows = next(iter(shape))
         self._row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
-
         # Empty rows take no bytes in the file, but one value per row is allocated later.
         claimed = self.rows * max(1, self._row_bytes)
         if claimed > max_bytes:
@@ -56,14 +56,15 @@ class ArrayStream:
                 f"{name} claims {claimed} bytes, the maximum is {max_bytes}: the file is damaged, or max_bytes is "
                 "too small"
             )
+
         self._read = 0
 
     def read(self, rows: int) -> Array:
         """Return the next rows, at most ``rows``; ValueError if the stream ends too early."""
         count = min(rows, self.rows - self._read)
         values = np.empty((count, *self.shape[1:]), self.dtype)
-        into, done = memoryview(values.reshape(-1).view(np.uint8)), 0  # type: ignore[arg-type]
-
+        into = memoryview(values.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+        done = 0
         while done < len(into):
             with naming(self.name):
                 piece = self._stream.read(min(len(into) - done, 1 << 20))

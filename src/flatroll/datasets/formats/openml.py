@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from flatroll.buffers import SamplerWithoutReplacement
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, DatasetOptions, open_rows
-from flatroll.layout.checks import expect, flags, one_of
+from flatroll.layout.checks import check_choice, check_flags, check_type
 from flatroll.layout.export import optional_package
 
 #: By name of the set: the table's name, its version, and the label column (None: the table's own).
@@ -29,7 +29,7 @@ _TABLES: dict[str, tuple[str, int, str | None]] = {
 def read_openml(features: Any, label: Any, *, one_hot: bool = False) -> TensorDict:
     """Return a table as a flat batch ``[N]`` of features ``"X"``, float64 ``[N, D]``, and labels ``"y"``, int64.
 
-    Features have mean 0 and variance 1, but for those of zeros and ones.
+    Features have mean 0 and variance 1, except for those of zeros and ones.
     Rows with missing values are left out. Categories are numbered in the order of their names, the label's, too.
 
     Args:
@@ -43,9 +43,10 @@ def read_openml(features: Any, label: Any, *, one_hot: bool = False) -> TensorDi
     """
     pandas = optional_package("pandas", "openml", "OpenMLExperienceReplay")
     preprocessing = optional_package("sklearn.preprocessing", "openml", "OpenMLExperienceReplay")
-    expect("features", features, pandas.DataFrame, "a DataFrame of pandas")
-    expect("label", label, pandas.Series, "a Series of pandas")
-    flags(one_hot=one_hot)
+    check_type("features", features, pandas.DataFrame, "a DataFrame of pandas")
+    check_type("label", label, pandas.Series, "a Series of pandas")
+    check_flags(one_hot=one_hot)
+
     complete = ~(features.isna().any(axis=1) | label.isna())
     features = features[complete]
     label = label[complete]
@@ -61,23 +62,21 @@ def read_openml(features: Any, label: Any, *, one_hot: bool = False) -> TensorDi
         else:
             codes = np.unique(np.asarray(column.astype(str)), return_inverse=True)[1]
             if one_hot:
-                column = np.eye(codes.max() + 1)[codes]
+                categories.append(np.eye(codes.max() + 1)[codes])
             else:
-                column = codes[:, None].astype(np.float64)
-            categories.append(column)
+                categories.append(codes[:, None].astype(np.float64))
 
-    if one_hot:
-        coded = []
-    else:
-        coded = categories
-    scaled = numbers + coded
+    # Columns of zeros and ones stay as they are.
+    scaled = numbers
+    if not one_hot:
+        scaled = numbers + categories
+    columns = []
     if scaled:
-        columns = [preprocessing.StandardScaler().fit_transform(np.concatenate(scaled, 1))]
-    else:
-        columns = []
-    columns += categories if one_hot else []
-    classes = np.unique(np.asarray(label.astype(str)), return_inverse=True)[1]
+        columns.append(preprocessing.StandardScaler().fit_transform(np.concatenate(scaled, 1)))
+    if one_hot:
+        columns += categories
 
+    classes = np.unique(np.asarray(label.astype(str)), return_inverse=True)[1]
     return TensorDict(
         {"X": torch.from_numpy(np.concatenate(columns, 1)), "y": torch.from_numpy(classes.astype(np.int64))},
         [len(classes)],
@@ -113,7 +112,7 @@ class OpenMLExperienceReplay(BaseDatasetExperienceReplay):
 
     @override
     def _check_id(self) -> None:
-        one_of("name", self.dataset_id, _TABLES)
+        check_choice("name", self.dataset_id, _TABLES)
 
     @override
     def _fetch(self, folder: Path) -> Any:

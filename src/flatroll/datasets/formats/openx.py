@@ -22,12 +22,12 @@ from flatroll.buffers import (
     TensorDictReplayBuffer,
 )
 from flatroll.buffers.replay_buffer import Made
-from flatroll.buffers.transforms.transform import apply, reads_others
+from flatroll.buffers.transforms.transform import apply, needs_trajectory
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, DatasetOptions, slices
-from flatroll.datasets.formats.episodes import episode_of, named_leaves
+from flatroll.datasets.formats.episodes import make_episode, named_leaves
 from flatroll.datasets.formats.lerobot import read_lerobot
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.checks import iterable, shown, whole_number
+from flatroll.layout.checks import as_text, check_iterable, check_whole_number
 from flatroll.layout.export import Array
 from flatroll.layout.keys import (
     DONE,
@@ -70,28 +70,14 @@ def read_rlds(episodes: Iterable[Any]) -> Iterator[TensorDict]:
     >>> rows["next", "observation"].tolist(), rows["next", "reward"].tolist(), rows["next", "terminated"].tolist()
     ([2.0], [[0.5]], [[True]])
     """
-    for number, episode in enumerate(iterable("episodes", episodes, "an iterable of episodes")):
+    for number, episode in enumerate(check_iterable("episodes", episodes, "an iterable of episodes")):
         given: Any = episode.get("steps") if isinstance(episode, Mapping) else episode
         steps: list[Any] = list(
-            iterable("each of the episodes", given, "an iterable of steps, or a mapping with 'steps'")
+            check_iterable("each of the episodes", given, "an iterable of steps, or a mapping with 'steps'")
         )
-        if wrong := [step for step in steps if not isinstance(step, Mapping)]:
-            raise TypeError(
-                f"each step of an episode must be a mapping, got {shown(wrong[0])} in episode {number}"
-            )
-        if len(steps) < 2:
-            raise ValueError(f"episode {number} has {len(steps)} steps: a row needs two")
-        if early := [t for t, step in enumerate(steps[:-1]) if bool(step.get("is_last", False))]:
-            raise ValueError(f"episode {number} continues after step {early[0]}, its last one")
-        if early := [t for t, step in enumerate(steps[:-1]) if bool(step.get("is_terminal", False))]:
-            raise ValueError(f"episode {number} continues after step {early[0]}, which is terminal")
-        if again := [t for t, step in enumerate(steps) if t and bool(step.get("is_first", False))]:
-            raise ValueError(f"episode {number} begins again at step {again[0]}: split it there")
-        if any("observation" not in step for step in steps):
-            raise KeyError(f"episode {number} has a step without 'observation'")
+        _check_steps(steps, number)
 
         states = _columns(steps, "observation", number)
-
         others: dict[NestedKey, Array] = {}
         for name in steps[0]:
             if name not in _OF_A_STEP:
@@ -101,7 +87,26 @@ def read_rlds(episodes: Iterable[Any]) -> Iterator[TensorDict]:
         terminated[-1] = bool(steps[-1].get("is_terminal", False))
         truncated = np.zeros(len(steps) - 1, bool)
         truncated[-1] = not terminated[-1]
-        yield episode_of(number, states, others, _rewards(steps, number), terminated, truncated)
+        yield make_episode(number, states, others, _rewards(steps, number), terminated, truncated)
+
+
+def _check_steps(steps: list[Any], number: int) -> None:
+    """Raise an error unless these are at least two steps of one episode, each with an observation."""
+    if wrong := [step for step in steps if not isinstance(step, Mapping)]:
+        raise TypeError(
+            f"each step of an episode must be a mapping, got {as_text(wrong[0])} in episode {number}"
+        )
+    if len(steps) < 2:
+        raise ValueError(f"episode {number} has {len(steps)} steps: a row needs two")
+
+    if early := [t for t, step in enumerate(steps[:-1]) if bool(step.get("is_last", False))]:
+        raise ValueError(f"episode {number} continues after step {early[0]}, its last one")
+    if early := [t for t, step in enumerate(steps[:-1]) if bool(step.get("is_terminal", False))]:
+        raise ValueError(f"episode {number} continues after step {early[0]}, which is terminal")
+    if again := [t for t, step in enumerate(steps) if t and bool(step.get("is_first", False))]:
+        raise ValueError(f"episode {number} begins again at step {again[0]}: split it there")
+    if any("observation" not in step for step in steps):
+        raise KeyError(f"episode {number} has a step without 'observation'")
 
 
 def _rewards(steps: list[Any], number: int) -> Array | None:
@@ -111,10 +116,7 @@ def _rewards(steps: list[Any], number: int) -> Array | None:
         raise ValueError(f"episode {number} has {len(found)} rewards for {len(steps) - 1} actions")
 
     # Python numbers do not tell the file's dtype.
-    if found and hasattr(found[0], "dtype"):
-        dtype = None
-    else:
-        dtype = np.float32
+    dtype = None if found and hasattr(found[0], "dtype") else np.float32
     rewards = np.asarray(found, dtype)
     if not rewards.any() and np.any(steps[-1].get("reward", 0)):
         warnings.warn(
@@ -123,7 +125,6 @@ def _rewards(steps: list[Any], number: int) -> Array | None:
             UserWarning,
             stacklevel=3,
         )
-
     if found:
         return rewards
     return None
@@ -140,13 +141,11 @@ def _columns(steps: list[Any], name: str, number: int) -> dict[NestedKey, Array]
     for place, values in found.items():
         if isinstance(values[0], str | bytes):
             continue
-
         arrays = [np.asarray(value) for value in values]
         if len(arrays) != len(steps) or len({(array.shape, array.dtype) for array in arrays}) > 1:
             raise ValueError(f"episode {number}: {place!r} must have the same shape and dtype in all steps")
         if arrays[0].dtype.kind in "biufc":
             columns[place] = np.stack(arrays)
-
     return columns
 
 
@@ -208,10 +207,10 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
         self.stream: EpisodeStream | None = None
         if options.get("download", True) is None:
             del options["download"]
+
         if streaming:
             if replacement:
                 raise ValueError("streaming=True reads each episode once per pass: leave out replacement")
-
             self._open_stream(dataset_id, batch_size, options)
             self.stream = EpisodeStream(
                 self._episodes,
@@ -229,7 +228,6 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
                 f"pad must be a bool: short slices are padded with their last row, got {pad!r}; streaming=True pads "
                 "with a value"
             )
-
         if not shuffle:
             if (
                 num_slices is not None
@@ -269,9 +267,11 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
                 "function (dataset_id, folder) that returns them, or puts the files of LeRobot into folder"
             )
 
-        self.dataset_id, self.split_trajs = str(dataset_id), False
+        self.dataset_id = str(dataset_id)
+        self.split_trajs = False
         self.pin_memory = options.get("pin_memory", False)
-        self._fetch_with, self._source = fetch, cast(Any, None)
+        self._fetch_with = fetch
+        self._source = cast(Any, None)
         self._folder: Path | None = None  # the folder to fetch into, kept as long as the stream exists
 
         TensorDictReplayBuffer.__init__(
@@ -290,16 +290,14 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
             if self._folder is None:
                 self._folder = Path(tempfile.mkdtemp(prefix="flatroll-openx-"))
                 weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-
             folder = self._folder
             fetched = self._fetch_with(self.dataset_id, folder)
-            fetched = folder if fetched is None else fetched
-
+            if fetched is None:
+                fetched = folder
             # Absolute, because each pass reads it again and the working directory may change.
             if isinstance(fetched, str | Path):
-                self._source = Path(fetched).absolute()
-            else:
-                self._source = fetched
+                fetched = Path(fetched).absolute()
+            self._source = fetched
 
         source = self._source
         if isinstance(source, Iterator):
@@ -341,18 +339,13 @@ class OpenXExperienceReplay(BaseDatasetExperienceReplay):
     def next_sample(self, batch_size: int | None) -> Made:
         if self.stream is None:
             return super().next_sample(batch_size)
-
         if batch_size is None:
             batch_size = self.batch_size
-        return (
-            self._finish(self.stream.sample(batch_size)),
-            {},
-            False,
-        )
+        return self._finish(self.stream.sample(batch_size)), {}, False
 
     def _finish(self, data: Any) -> Any:
         """Apply the processing of samples to a batch of the stream."""
-        if any(map(reads_others, self.transforms)):
+        if any(map(needs_trajectory, self.transforms)):
             raise ValueError(
                 "streaming=True stores no rows, so a transform cannot read further rows: leave it out"
             )
@@ -399,16 +392,12 @@ class EpisodeStream:
     ) -> None:
         if num_slices is not None and slice_len is not None:
             raise ValueError("pass num_slices or slice_len, not both: the other follows from batch_size")
-
-        if num_slices is None:
-            self.num_slices = None
-        else:
-            self.num_slices = whole_number("num_slices", num_slices)
-
-        if slice_len is None:
-            self.slice_len = None
-        else:
-            self.slice_len = whole_number("slice_len", slice_len)
+        self.num_slices = None
+        if num_slices is not None:
+            self.num_slices = check_whole_number("num_slices", num_slices)
+        self.slice_len = None
+        if slice_len is not None:
+            self.slice_len = check_whole_number("slice_len", slice_len)
 
         self.shuffle = shuffle
         self.strict_length = strict_length
@@ -453,7 +442,7 @@ class EpisodeStream:
         if length is None and batch_size is None:
             yield from episodes
         elif length is None:
-            yield from _in_order(episodes, whole_number("batch_size", batch_size))
+            yield from _in_order(episodes, check_whole_number("batch_size", batch_size))
         else:
             slices: list[TensorDictBase] = []
             for episode in episodes:
@@ -461,7 +450,6 @@ class EpisodeStream:
                 if len(slices) == count:
                     yield _join(slices)
                     slices = []
-
             if slices:
                 yield _join(slices)
 
@@ -469,8 +457,8 @@ class EpisodeStream:
         """Rows of a slice, None without slices; and slices of a batch."""
         if batch_size is None:
             return self.slice_len, 1
+        check_whole_number("batch_size", batch_size)
 
-        whole_number("batch_size", batch_size)
         if self.num_slices is None and self.slice_len is None:
             if self.shuffle:
                 return (batch_size, 1)
@@ -480,6 +468,7 @@ class EpisodeStream:
         divisor = self.slice_len or self.num_slices or 1
         if batch_size % divisor:
             raise ValueError(f"batch_size={batch_size} is not divisible by {name}={divisor}")
+
         if self.slice_len:
             return (divisor, batch_size // divisor)
         return (batch_size // divisor, divisor)
@@ -490,7 +479,6 @@ class EpisodeStream:
             for episode in self._pass():
                 found = True
                 yield episode
-
             if not found:
                 raise ValueError("the stream has no episodes")
 
@@ -525,7 +513,8 @@ class EpisodeStream:
 
         first = self._draw(rows - length + 1) if rows > length else 0
         part = cast(TensorDictBase, episode[first : first + length]).clone()
-        part.get(IS_INIT)[0] = part.get(DONE)[-1] = True
+        part.get(IS_INIT)[0] = True
+        part.get(DONE)[-1] = True
         part.get(TRUNCATED)[-1] |= ~part.get(TERMINATED)[-1]
 
         if self.pad is not None:
@@ -566,10 +555,8 @@ def _in_order(episodes: Iterator[TensorDictBase], batch_size: int) -> Iterator[T
             parts = []
             first = first + missing
             missing = batch_size
-
         if first < len(episode):
             parts.append(episode[first:])
             missing -= len(episode) - first
-
     if parts:
         yield _join(parts)

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from flatroll.datasets import ids
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay
-from flatroll.datasets.formats.episodes import damage_in, episode_of, files_in
+from flatroll.datasets.formats.episodes import damage_in, files_in, make_episode
 from flatroll.layout.export import Array, optional_package
 from flatroll.layout.hdf5 import h5_columns
 from flatroll.layout.keys import NestedKey, plain_key
@@ -47,7 +47,6 @@ def read_roboset(paths: str | Path | Iterable[str | Path]) -> Iterator[TensorDic
             for place, column in h5_columns(file).items():
                 trial, _, name = place.partition("/")
                 trials.setdefault(trial, {})[name] = column
-
             for trial in sorted(trials, key=lambda trial: (len(trial), trial)):
                 for episode in _trial(trials[trial], number, seed, f"{path}: {trial}"):
                     yield episode
@@ -72,7 +71,6 @@ def _trial(columns: Mapping[str, Any], number: int, seed: int, place: str) -> It
 
     arrays = {name: column[:] for name, column in columns.items()}
     names = {"observations": "observation", "env_infos": "info", "actions": "action"}
-
     states = dict[NestedKey, Array]()
     others = dict[NestedKey, Array]()
     for name, array in arrays.items():
@@ -86,20 +84,16 @@ def _trial(columns: Mapping[str, Any], number: int, seed: int, place: str) -> It
     cut[-1:] |= ~over[-1:]
     others["seed"] = np.full(length, seed)
     rewards = arrays.get("rewards")
-    ends = np.flatnonzero(over | cut) + 1
 
+    ends = np.flatnonzero(over | cut) + 1
     for count, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
         rows = slice(start, end)
-        if rewards is None:
-            some_rewards = None
-        else:
-            some_rewards = rewards[rows]
-
-        yield episode_of(
+        paid = None if rewards is None else rewards[rows]
+        yield make_episode(
             number + count,
             {key: values[rows] for key, values in states.items()},
             {key: values[rows] for key, values in others.items()},
-            some_rewards,
+            paid,
             (over & ~cut)[rows],
             cut[rows],
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 from flatroll.buffers import ReplayBuffer
 from flatroll.disk import files
 from flatroll.layout.boundaries import run_starts
-from flatroll.layout.checks import need_rows, whole_number
+from flatroll.layout.checks import check_rows, check_whole_number
 from flatroll.layout.export import Array
 from flatroll.layout.keys import (
     DONE,
@@ -70,13 +70,12 @@ def open_source(source: TensorDictBase | ReplayBuffer, chunk_rows: int | None = 
         ValueError: it has no rows, is not ``[N]``, or ``chunk_rows`` is below 1.
     """
     if isinstance(source, TensorDictBase):
-        need_rows(source, values=True)
+        check_rows(source, values=True)
         if source.batch_dims != 1:
             raise ValueError(
                 f"source must be a buffer or a batch of size [N], got a batch of size {list(source.batch_size)}: "
                 "join() concatenates the rows"
             )
-
         rows = len(source)
         lanes = torch.Size([])
         slots = None
@@ -102,7 +101,7 @@ def open_source(source: TensorDictBase | ReplayBuffer, chunk_rows: int | None = 
 
     if chunk_rows is None:
         chunk_rows = max(1, CHUNK_BYTES // max(1, read(torch.arange(1)).bytes()))
-    made = Source(rows, read, whole_number("chunk_rows", chunk_rows))
+    made = Source(rows, read, check_whole_number("chunk_rows", chunk_rows))
     if isinstance(source, ReplayBuffer):
         return made._replace(space_of=source.noted_space)
     return made
@@ -127,7 +126,7 @@ def _markers(source: Source, *others: NestedKey) -> TensorDict | None:
     return None
 
 
-def episodes_of(source: Source) -> Iterator[TensorDictBase]:
+def read_episodes(source: Source) -> Iterator[TensorDictBase]:
     """Yield each trajectory of the source as a flat batch ``[T]``, in the order in which they began.
 
     Runs with the same id form one trajectory if one continues the other: its first row is not an ``is_init`` row, and
@@ -137,7 +136,8 @@ def episodes_of(source: Source) -> Iterator[TensorDictBase]:
         KeyError: there is no boundary marker.
     """
     markers = _markers(source, STEP_COUNT)
-    starts = run_starts(TensorDict({}, [source.rows]) if markers is None else markers)
+    marked = TensorDict({}, [source.rows]) if markers is None else markers
+    starts = run_starts(marked)
     assert markers is not None  # without markers run_starts has raised
     first = starts.nonzero().squeeze(-1).tolist()
     stops = [*first[1:], source.rows]
@@ -162,7 +162,6 @@ def _join_runs(source: Source, markers: TensorDict, first: list[int], stops: lis
         before = newest.get(number)
         start = first[run]
         end = stops[before[-1]] - 1 if before else 0
-
         goes_on = (
             before is not None
             and not (done is not None and bool(done[end]))
@@ -174,7 +173,6 @@ def _join_runs(source: Source, markers: TensorDict, first: list[int], stops: lis
         else:
             newest[number] = [run]
             trajectories.append(newest[number])
-
     return trajectories
 
 
@@ -218,7 +216,6 @@ def write_beside(path: str | Path) -> Iterator[Path]:
         raise FileNotFoundError(f"{target.parent} is not a folder: create it first")
 
     beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
-
     try:
         yield beside / target.name
         files.sync_all(beside / target.name)

@@ -55,7 +55,7 @@ def write_pandas(source: Source, path: Path, *, split: int = 16, separator: str 
     pyarrow = optional_package("pyarrow", "parquet", "export")
     parquet = optional_package("pyarrow.parquet", "parquet", "export")
 
-    def table_of(frame: Any) -> Any:
+    def as_table(frame: Any) -> Any:
         record = frame.attrs["flatroll"]
         if wide := [name for name, (dtype, _) in record.items() if dtype.startswith("complex")]:
             raise TypeError(
@@ -64,20 +64,20 @@ def write_pandas(source: Source, path: Path, *, split: int = 16, separator: str 
 
         # Parquet's lists have one dimension. from_pandas=False keeps NaN as a value; Table.from_pandas would
         # turn it into null.
-        arrays = [
-            pyarrow.array(
-                [cell.reshape(-1) for cell in column] if column.dtype == object else column.to_numpy(),
-                from_pandas=False,
-            )
-            for _, column in frame.items()
-        ]
+        arrays = []
+        for _, column in frame.items():
+            if column.dtype == object:
+                cells: Any = [cell.reshape(-1) for cell in column]
+            else:
+                cells = column.to_numpy()
+            arrays.append(pyarrow.array(cells, from_pandas=False))
 
         about = pyarrow.Schema.from_pandas(frame.iloc[:0], preserve_index=False).metadata
         table = pyarrow.Table.from_arrays(arrays, names=list(frame.columns))
         return table.replace_schema_metadata({**about, _ATTRS: json.dumps(frame.attrs)})
 
     _write_tables(
-        (table_of(to_pandas(chunk, separator=separator, split=split)) for chunk in source.chunks()),
+        (as_table(to_pandas(chunk, separator=separator, split=split)) for chunk in source.chunks()),
         lambda schema: parquet.ParquetWriter(path, schema, compression="zstd"),
     )
 
@@ -128,7 +128,6 @@ def row_groups(
                         f"row group {number} takes {claimed} bytes, more than max_bytes={max_bytes}"
                     )
                 table = opened.read_row_group(number, columns=columns)
-
             yield table
 
 
@@ -140,7 +139,6 @@ def read_arrow(path: str | Path, *, separator: str = ".") -> Iterator[TensorDict
     """
     pyarrow = optional_package("pyarrow", "arrow", "import_arrow")
     ipc = optional_package("pyarrow.ipc", "arrow", "import_arrow")
-
     with damage_in(path), pyarrow.memory_map(str(path)) as memory, ipc.open_file(memory) as file:
         for number in range(file.num_record_batches):
             table = pyarrow.Table.from_batches([file.get_batch(number)], schema=file.schema)
@@ -163,15 +161,12 @@ def read_pandas(
     """
     optional_package("pandas", "pandas", "import_pandas")
     parquet = optional_package("pyarrow.parquet", "parquet", "import_pandas")
-
     with damage_in(path):
         about = parquet.read_schema(path).metadata or {}
         attrs = _checked_attrs(about.get(_ATTRS, b"{}"))
-
         for table in row_groups(Path(path), max_bytes, needed_by="import_pandas"):
             frame = table.to_pandas()
             frame.attrs = attrs
-
             for name, (dtype, shape) in attrs.get("flatroll", {}).items():
                 if name in frame.columns and frame[name].dtype == object:
                     frame[name] = [np.asarray(cells, dtype).reshape(shape) for cells in frame[name]]
@@ -189,5 +184,4 @@ def _checked_attrs(text: bytes) -> dict[str, Any]:
                 raise ValueError(shape)
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"the file does not record the dtypes and shapes of its columns: {error}") from None
-
     return dict(attrs)

@@ -12,9 +12,9 @@ from typing_extensions import override
 
 from flatroll.buffers import Compose, Resize, ToTensorImage
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, DatasetOptions
-from flatroll.datasets.formats.episodes import damage_in, episode_of, files_in
+from flatroll.datasets.formats.episodes import damage_in, files_in, make_episode
 from flatroll.datasets.formats.npy import read_whole
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import check_whole_number
 from flatroll.layout.export import Array, optional_package
 from flatroll.layout.hdf5 import h5_columns
 from flatroll.layout.keys import NestedKey
@@ -50,15 +50,10 @@ def read_vd4rl(paths: str | Path | Iterable[str | Path], *, max_bytes: int = 1 <
     Source: Lu et al., Challenges and Opportunities in Offline Reinforcement Learning from Visual Observations (2022).
     """
     number = 0
-    whole_number("max_bytes", max_bytes)
-
+    check_whole_number("max_bytes", max_bytes)
     for path in files_in(paths, (".npz", ".h5", ".hdf5")):
         with damage_in(path):
-            if path.suffix == ".npz":
-                read = _npz
-            else:
-                read = _hdf5
-
+            read = _npz if path.suffix == ".npz" else _hdf5
             for steps in read(path, max_bytes):
                 if len(steps["action"]) > 1:
                     yield _episode(steps, number)
@@ -74,7 +69,6 @@ def _npz(path: Path, max_bytes: int) -> Iterator[dict[str, Array]]:
                 name = member.filename.removesuffix(".npy")
                 steps[name] = read_whole(stream, f"{path}: {name}", min(left, member.file_size))
             left -= steps[name].nbytes
-
     yield from _cut(steps, path)
 
 
@@ -94,10 +88,7 @@ def _cut(steps: dict[str, Any], path: Path) -> Iterator[dict[str, Array]]:
     """The episodes of columns ``[N, ...]``."""
     pixels = next((name for name in _PIXELS if name in steps), None)
     if pixels is None or "action" not in steps:
-        if pixels:
-            missing = "action"
-        else:
-            missing = "image"
+        missing = "action" if pixels else "image"
         raise KeyError(f"{path} has no {missing!r}; it has {sorted(steps)}")
 
     lengths = {name: column.shape[0] if column.shape else -1 for name, column in steps.items()}
@@ -109,6 +100,13 @@ def _cut(steps: dict[str, Any], path: Path) -> Iterator[dict[str, Array]]:
     if len(shape) != 4 or 0 in shape[1:]:
         raise ValueError(f"{path}: {pixels!r} must be images [N, H, W, C] or [N, C, H, W], got {shape}")
 
+    bounds = np.flatnonzero(_starts(steps, length))
+    for first, end in pairwise(bounds):
+        yield {"pixels" if name == pixels else name: column[first:end] for name, column in steps.items()}
+
+
+def _starts(steps: dict[str, Any], length: int) -> Array:
+    """Whether an episode begins at each step, and True after the last; bool ``[N + 1]``."""
     starts = np.zeros(length + 1, bool)
     starts[[0, -1]] = True
     if "is_first" in steps:
@@ -122,9 +120,7 @@ def _cut(steps: dict[str, Any], path: Path) -> Iterator[dict[str, Array]]:
 
     # A terminal step is the last one of its episode, too, whatever the other marks say.
     starts[1:] |= _terminal(steps, length) & ~starts[:-1]
-    bounds = np.flatnonzero(starts)
-    for first, end in pairwise(bounds):
-        yield {"pixels" if name == pixels else name: column[first:end] for name, column in steps.items()}
+    return starts
 
 
 def _terminal(steps: dict[str, Any], length: int) -> Array:
@@ -135,7 +131,6 @@ def _terminal(steps: dict[str, Any], length: int) -> Array:
         marks = steps["discount"][:] == 0
     else:
         marks = np.zeros(length, bool)
-
     return np.asarray(marks.all(tuple(range(1, marks.ndim))))
 
 
@@ -144,9 +139,9 @@ def _episode(steps: dict[str, Array], number: int) -> TensorDict:
     terminated = _terminal(steps, length + 1)[1:]
     truncated = np.zeros(length, bool)
     truncated[-1] = not terminated[-1]
-    others: dict[NestedKey, Array] = {
-        "action": steps["action"][1:]
-    }  # in row t, the action that led to observation t
+
+    # In row t, the action that led to observation t.
+    others: dict[NestedKey, Array] = {"action": steps["action"][1:]}
     states: dict[NestedKey, Array] = {"pixels": steps["pixels"]}
 
     for name, column in steps.items():
@@ -155,11 +150,8 @@ def _episode(steps: dict[str, Array], number: int) -> TensorDict:
         elif name not in (*_OWN, "action", "pixels"):
             states["state", *name.split("/")] = column
 
-    if "reward" in steps:
-        rewards = steps["reward"][1:]
-    else:
-        rewards = None
-    return episode_of(number, states, others, rewards, terminated, truncated)
+    reward = steps["reward"][1:] if "reward" in steps else None
+    return make_episode(number, states, others, reward, terminated, truncated)
 
 
 class VD4RLExperienceReplay(BaseDatasetExperienceReplay):

@@ -23,8 +23,8 @@ from flatroll.datasets.trajectories.rows import (
     DONE,
     LANE,
     TrajectoryRecord,
-    fields_of,
-    rows_of,
+    as_fields,
+    from_trajectories,
     trajectory_fields,
 )
 from flatroll.datasets.trajectories.saving import RankSave, discard, stage
@@ -39,7 +39,7 @@ from flatroll.datasets.trajectories.sources import (
     share,
 )
 from flatroll.disk import Version, files
-from flatroll.layout.checks import expect, file_path, flags, one_of, whole_number
+from flatroll.layout.checks import check_choice, check_flags, check_path, check_type, check_whole_number
 from flatroll.layout.keys import NestedKey
 
 _WITHOUT_END = 2**40  # capacity of a buffer without a limit
@@ -59,7 +59,7 @@ class TrajectoryCache:
     """
 
     def __init__(self, max_size: int = 5) -> None:
-        self.max_size = whole_number("max_size", max_size)
+        self.max_size = check_whole_number("max_size", max_size)
         self._trajectories: OrderedDict[int, dict[str, Any]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -95,22 +95,22 @@ class RowBuffer(ReplayBuffer):
 
     @override
     def extend(self, data: Any, final: Any = None, *, update_priority: bool | None = None) -> NoReturn:
-        raise _refusal("extend", "add_trajectories")
+        raise _write_error("extend", "add_trajectories")
 
     @override
     def empty(self) -> NoReturn:
-        raise _refusal("empty", "clear")
+        raise _write_error("empty", "clear")
 
     @override
     def load_version(self, path: Path, number: int | None, strict: bool) -> NoReturn:
-        raise _refusal("loads", "load_checkpoint (of what save_checkpoint wrote)")
+        raise _write_error("loads", "load_checkpoint (of what save_checkpoint wrote)")
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> NoReturn:
-        raise _refusal("load_state_dict", "load_checkpoint (of what save_checkpoint wrote)")
+        raise _write_error("load_state_dict", "load_checkpoint (of what save_checkpoint wrote)")
 
 
-def _refusal(what: str, instead: str) -> RuntimeError:
+def _write_error(what: str, instead: str) -> RuntimeError:
     return RuntimeError(
         f"{what} would change rows without updating the trajectories of the TrajectoryReplayBuffer: call its "
         f"{instead}"
@@ -175,31 +175,30 @@ class TrajectoryReplayBuffer:
         sampler: Sampler | None = None,
         **storage_options: Any,
     ) -> None:
-        expect("allow_pickle", allow_pickle, bool, "True or False")
-        if one_of("trajectory_format", trajectory_format, ("pt", "pkl")) == "pkl" and not allow_pickle:
+        check_type("allow_pickle", allow_pickle, bool, "True or False")
+        if check_choice("trajectory_format", trajectory_format, ("pt", "pkl")) == "pkl" and not allow_pickle:
             raise ValueError(
                 'trajectory_format="pkl" reads files that can run code chosen by their author: pass '
                 'allow_pickle=True for files that you trust; "pt" runs none'
             )
-
-        flags(auto_save=auto_save, enable_cache=enable_cache)
+        check_flags(auto_save=auto_save, enable_cache=enable_cache)
         if auto_save and not str(auto_save_path):
             raise ValueError("auto_save_path must name a folder if auto_save=True")
 
-        self.sample_window_size = whole_number("sample_window_size", sample_window_size, 0)
-        self._cache = TrajectoryCache(whole_number("cache_size", cache_size)) if enable_cache else None
+        self.sample_window_size = check_whole_number("sample_window_size", sample_window_size, 0)
+        self._cache = TrajectoryCache(check_whole_number("cache_size", cache_size)) if enable_cache else None
         self.trajectory_format = trajectory_format
-        self.seed = whole_number("seed", seed, -(2**63))
+        self.seed = check_whole_number("seed", seed, -(2**63))
         self._generator = torch.Generator().manual_seed(self.seed)
 
         # Without a maximum size, slots equal row numbers and never wrap around.
-        if max_size is None:
-            size = _WITHOUT_END
-        else:
-            size = whole_number("max_size", max_size)
+        size = _WITHOUT_END
+        if max_size is not None:
+            size = check_whole_number("max_size", max_size)
 
         if sampler is None:
             sampler = SliceSampler(slice_len=1, traj_key=LANE, end_key=DONE)
+
         if auto_save:
             path = auto_save_path
         else:
@@ -210,9 +209,8 @@ class TrajectoryReplayBuffer:
         self.storage = DiskStorage(size, path, **options)
 
         # In place of the storage's own finalizer, which would write into a removed folder.
-        if auto_save:
-            self._discard = None
-        else:
+        self._discard = None
+        if not auto_save:
             self._discard = weakref.finalize(self, discard, self.storage.close_once, path, os.getpid())
 
         self._turn = threading.RLock()
@@ -221,7 +219,6 @@ class TrajectoryReplayBuffer:
         #: Trajectories, oldest first, each with the number of its first row in the ring.
         self._records: deque[tuple[int, TrajectoryRecord]] = deque()
         self._counter = 0
-
         #: The versions of several ranks that this buffer saved or loaded last, by folder.
         self._versions: dict[Path, Version] = {}
 
@@ -252,9 +249,10 @@ class TrajectoryReplayBuffer:
         """
         with self._turn:
             self._check_open()
-            rows, records = rows_of(trajectories, self._counter)
+            rows, records = from_trajectories(trajectories, self._counter)
             if rows is None:
                 return
+
             if len(rows) > (most := self.storage.max_size):
                 raise ValueError(
                     f"{len(rows)} rows at once are more than max_size={most}. Nothing was stored"
@@ -267,11 +265,9 @@ class TrajectoryReplayBuffer:
     def _note_records(self, records: Sequence[TrajectoryRecord], first: int) -> None:
         """Know of trajectories that were stored from the row ``first`` on, and no more of those that had to go."""
         for record in records:
-            if record.uuid:
-                known = record
-            else:
-                known = record._replace(uuid=uuid4().hex)
-            self._records.append((first, known))
+            if not record.uuid:
+                record = record._replace(uuid=uuid4().hex)
+            self._records.append((first, record))
             first += record.rows
             self._counter = max(self._counter, record.number + 1)
 
@@ -289,7 +285,6 @@ class TrajectoryReplayBuffer:
             self._check_open()
             self._records.clear()
             self.clear_cache()
-
             if self.storage.allocated:
                 # Published along with the version that has no rows.
                 self.storage.note({NOTES: self._state([])})
@@ -314,14 +309,12 @@ class TrajectoryReplayBuffer:
         with self._turn:
             if self._closed:
                 return
-
             if self._discard is None:
                 self.storage.save(self.storage.path, {NOTES: self._state([r for _, r in self._records])})
                 self._write_index(Path(self.storage.path))
                 self.storage.close()
             else:
                 self._discard()
-
             self._closed = True
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -354,13 +347,15 @@ class TrajectoryReplayBuffer:
         Raises:
             RuntimeError: no trajectory is stored.
         """
-        whole_number("num_chunks", num_chunks)
+        check_whole_number("num_chunks", num_chunks)
         with self._turn:
             self._check_not_empty()
-            window = whole_number("sample_window_size", self.sample_window_size, 0) or len(self._records)
+            window = check_whole_number("sample_window_size", self.sample_window_size, 0) or len(
+                self._records
+            )
             low = self._records[max(0, len(self._records) - window)][0]
             rows = torch.randint(low, self.buffer.ring.written, (num_chunks,), generator=self._generator)
-            return fields_of(self.buffer[rows % self.buffer.ring.capacity])
+            return as_fields(self.buffer[rows % self.buffer.ring.capacity])
 
     def sample_slices(self, num_slices: int, slice_len: int, *, strict: bool = True) -> dict[str, Any]:
         """Draw slices of consecutive rows of one lane and one episode, from all trajectories.
@@ -384,40 +379,35 @@ class TrajectoryReplayBuffer:
                 raise RuntimeError(
                     "slices need an index of trajectories, which this sampler does not keep: use a SliceSampler"
                 )
-
-            flags(strict=strict)
+            check_flags(strict=strict)
             draw = index.draw(
-                whole_number("num_slices", num_slices),
-                whole_number("slice_len", slice_len),
+                check_whole_number("num_slices", num_slices),
+                check_whole_number("slice_len", slice_len),
                 strict=strict,
                 generator=self._generator,
             )
-            return fields_of(self.buffer[draw.slots])
+            return as_fields(self.buffer[draw.slots])
 
     def trajectory(self, trajectory_id: int) -> dict[str, Any]:
         """Return a whole trajectory, its fields ``[T, B, ...]``; KeyError if it is not stored.
 
         While it is in the cache, the same tensors are returned: clone what you want to change.
         """
-        whole_number("trajectory_id", trajectory_id, 0)
+        check_whole_number("trajectory_id", trajectory_id, 0)
         with self._turn:
             first, record = next((one for one in self._records if one[1].number == trajectory_id), (0, None))
+
             if record is None:
                 ids = self.trajectory_ids
-                if ids:
-                    there = f"those from {ids[0]} to {ids[-1]}"
-                else:
-                    there = "none"
-
+                there = f"those from {ids[0]} to {ids[-1]}" if ids else "none"
                 raise KeyError(f"trajectory {trajectory_id} is not stored; trajectory_ids has {there}")
 
-            if self._cache is None:
-                kept = None
-            else:
+            kept = None
+            if self._cache is not None:
                 kept = self._cache.get(trajectory_id)
-
             if kept is not None:
                 return kept
+
             slots = torch.arange(first, first + record.rows) % self.buffer.ring.capacity
             fields = trajectory_fields(self.buffer[slots], record)
             if self._cache is not None:
@@ -448,7 +438,7 @@ class TrajectoryReplayBuffer:
 
     def is_ready(self, min_size: int) -> bool:
         """Whether there are at least ``min_size`` trajectories."""
-        return self.size >= whole_number("min_size", min_size, 0)
+        return self.size >= check_whole_number("min_size", min_size, 0)
 
     async def is_ready_async(self, min_size: int) -> bool:
         """As :meth:`is_ready`, to be awaited."""
@@ -457,11 +447,7 @@ class TrajectoryReplayBuffer:
     def get_stats(self) -> dict[str, int | float]:
         """Return numbers to log: trajectories, rows, trajectories in memory, rows that no file holds yet, bytes."""
         stats = self.buffer.stats()
-        if self._cache is None:
-            cached = 0
-        else:
-            cached = len(self._cache)
-
+        cached = 0 if self._cache is None else len(self._cache)
         return {
             "num_trajectories": self.size,
             "total_samples": self.total_samples,
@@ -498,15 +484,15 @@ class TrajectoryReplayBuffer:
             OSError: the disk is full or failed.
             RuntimeError: another rank failed to save; the previous checkpoint is intact.
         """
-        share([1] * whole_number("world_size", world_size), local_rank, world_size)  # checks the rank
+        share([1] * check_whole_number("world_size", world_size), local_rank, world_size)  # checks the rank
         if world_size > 1 and barrier is None:
             raise ValueError("several ranks need a barrier, such as torch.distributed.barrier")
-
-        path = file_path("save_path", save_path)
+        path = check_path("save_path", save_path)
 
         with self._turn:
             self._check_open()
             state = {NOTES: self._state([record for _, record in self._records])}
+
             if self._records:
                 first = self._records[0][0]
             else:
@@ -550,11 +536,14 @@ class TrajectoryReplayBuffer:
             OSError: the disk is full or failed.
         """
         if is_distributed:
-            share([1] * whole_number("world_size", world_size), local_rank, world_size)  # checks the rank
-        path = Path(load_path)
+            share(
+                [1] * check_whole_number("world_size", world_size), local_rank, world_size
+            )  # checks the rank
 
+        path = Path(load_path)
         with self._turn:
             self._check_open()
+
             if path.resolve() == Path(self.storage.path).resolve():
                 if is_distributed and world_size > 1:
                     raise ValueError(f"{path} is this buffer's own folder: load it into another buffer")
@@ -568,6 +557,7 @@ class TrajectoryReplayBuffer:
 
             # Check everything before anything changes.
             checkpoint.check({key: (c.dtype, c.shape) for key, c in self.storage.columns.items()})
+
             if self._discard is None:
                 stage(checkpoint, Path(self.storage.path), sync=self._sync)
                 self._load_staged()
@@ -621,7 +611,6 @@ class TrajectoryReplayBuffer:
         """Replace the trajectories by those of a checkpoint."""
         checkpoint.take_last(self.storage.max_size)
         self.clear()
-
         first = self.buffer.ring.written
         try:
             # The first rows may belong to a trajectory that began earlier.

@@ -41,6 +41,7 @@ class RlinfFolder:
     def __init__(self, path: Path, pickled: bool) -> None:
         self.path = path
         self._ending = ".pkl" if pickled else ".pt"
+
         index = self._json(INDEX)
         metadata = self._json(METADATA)
 
@@ -60,28 +61,15 @@ class RlinfFolder:
             raise DamagedFileError(f"{path}: the index names a trajectory twice, or one without rows")
 
         self.counter = max([counter, *(number + 1 for number in self.numbers)])
+
         names = {child.name for child in path.iterdir() if child.is_file() and not child.is_symlink()}
         self._names = [
             f"trajectory_{number}_{weights}{self._ending}"
             for number, weights in zip(self.numbers, self._weights, strict=True)
         ]
-        missing = next((name for name in self._names if name not in names), None)
-        if missing is not None:
-            if pickled:
-                ending = ".pt"
-            else:
-                ending = ".pkl"
-            other = Path(missing).with_suffix(ending).name
-            instead = ""
-
-            if other in names:
-                if pickled:
-                    how = "is read by default"
-                else:
-                    how = "takes allow_pickle=True, since it may run code"
-                instead = f'; there is {other!r}, whose trajectory_format="{other[-3:].strip(".")}" {how}'
-
-            raise FileNotFoundError(f"{path} has no file {missing!r}, which its index names{instead}")
+        for name in self._names:
+            if name not in names:
+                raise _missing_error(path, name, names)
 
     @classmethod
     def is_one(cls, path: Path) -> bool:
@@ -96,6 +84,7 @@ class RlinfFolder:
         """
         for position in range(first, stop):
             file = self.path / self._names[position]
+
             try:
                 if self._ending == ".pt":
                     _check_archive(file)
@@ -105,7 +94,6 @@ class RlinfFolder:
 
                     with file.open("rb") as opened:
                         fields = pickle.load(opened)
-
                 if not isinstance(fields, dict):
                     raise ValueError(f"it holds a {type(fields).__name__}, expected a dict of fields")
                 fields, left_out = _tensors(fields)
@@ -121,18 +109,32 @@ class RlinfFolder:
                     RuntimeWarning,
                     stacklevel=2,
                 )
-
             yield {**fields, "model_weights_id": self._weights[position]}
 
     def _json(self, name: str) -> Any:
         file = self.path / name
         if file.stat().st_size > _MOST:
             raise DamagedFileError(f"{file} has more than {_MOST:,} bytes")
-
         try:
             return json.loads(file.read_text())
         except (ValueError, RecursionError) as error:
             raise DamagedFileError(f"{file}: {error}") from None
+
+
+def _missing_error(path: Path, name: str, present: set[str]) -> FileNotFoundError:
+    """Return the error for a file that the index names and the folder lacks, but for its other form, perhaps."""
+    if name.endswith(".pkl"):
+        form = "pt"
+        how = "is read by default"
+    else:
+        form = "pkl"
+        how = "takes allow_pickle=True, since it may run code"
+
+    other = Path(name).with_suffix(f".{form}").name
+    instead = ""
+    if other in present:
+        instead = f'; there is {other!r}, whose trajectory_format="{form}" {how}'
+    return FileNotFoundError(f"{path} has no file {name!r}, which its index names{instead}")
 
 
 def _check_archive(file: Path) -> None:
@@ -167,7 +169,6 @@ def _tensors(fields: Mapping[Any, Any], above: set[int] | None = None) -> tuple[
             kept[name] = value
         elif value is not None:
             left_out.append(str(name))
-
     return kept, left_out
 
 

@@ -9,8 +9,8 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from flatroll.layout import run_starts
-from flatroll.layout.checks import iterable
-from flatroll.layout.keys import NEXT, NestedKey
+from flatroll.layout.checks import check_iterable
+from flatroll.layout.keys import NEXT, NestedKey, as_tuple
 
 _MARKS = "_trajectory"  # the root of the marks
 LANE: NestedKey = (_MARKS, "lane")  # int64: the number of the trajectory times _LANES, plus that of the lane
@@ -66,7 +66,9 @@ class TrajectoryRecord(NamedTuple):
         }
 
 
-def rows_of(trajectories: Sequence[Any], number: int) -> tuple[TensorDict | None, list[TrajectoryRecord]]:
+def from_trajectories(
+    trajectories: Sequence[Any], number: int
+) -> tuple[TensorDict | None, list[TrajectoryRecord]]:
     """Lay trajectories out as rows, one lane after the other.
 
     Args:
@@ -86,17 +88,15 @@ def rows_of(trajectories: Sequence[Any], number: int) -> tuple[TensorDict | None
             f"trajectories must be a list of trajectories, got one {type(trajectories).__name__}: call "
             "add_trajectories([trajectory])"
         )
-
-    iterable("trajectories", trajectories, "a list of trajectories")
-
+    check_iterable("trajectories", trajectories, "a list of trajectories")
     parts: list[TensorDict] = []
     records: list[TrajectoryRecord] = []
+
     for trajectory in trajectories:
         if isinstance(trajectory, TensorDictBase) and trajectory.batch_dims == 1:
             rows, made = _flat_rows(trajectory, number)
         else:
             rows, made = _lane_rows(trajectory, number)
-
         if made:
             parts.append(rows)
         records += made
@@ -104,8 +104,9 @@ def rows_of(trajectories: Sequence[Any], number: int) -> tuple[TensorDict | None
 
     if not parts:
         return None, []
+
     for i, part in enumerate(parts):
-        if names := find_differing(form_of(parts[0]), form_of(part)):
+        if names := find_differing(find_form(parts[0]), find_form(part)):
             raise ValueError(
                 f"trajectory {i} differs from the first one in the entries {names}: all must have the same "
                 "entries, dtypes and shapes. Nothing was stored"
@@ -115,7 +116,7 @@ def rows_of(trajectories: Sequence[Any], number: int) -> tuple[TensorDict | None
     return joined, records
 
 
-def form_of(rows: TensorDictBase) -> RowForm:
+def find_form(rows: TensorDictBase) -> RowForm:
     """Return dtype and shape of the entries of a row, by key."""
     return {key: (value.dtype, value.shape[1:]) for key, value in rows.items(True, True)}
 
@@ -126,7 +127,7 @@ def find_differing(one: RowForm, other: RowForm) -> str:
     return ", ".join(sorted(str(key) for key in keys if one.get(key) != other.get(key)))
 
 
-def fields_of(rows: TensorDictBase) -> dict[str, Any]:
+def as_fields(rows: TensorDictBase) -> dict[str, Any]:
     """Return the fields of rows as nested dicts, without the marks."""
     fields: dict[str, Any] = rows.exclude(_MARKS).to_dict()
     return fields
@@ -147,7 +148,7 @@ def shift_numbers(rows: TensorDictBase, numbers: int) -> TensorDictBase:
     return rows.clone(recurse=False).set(LANE, rows.get(LANE) + numbers * _LANES)
 
 
-def records_of(lane: Tensor, place: Tensor, left: Tensor) -> tuple[int, list[TrajectoryRecord]]:
+def find_records(lane: Tensor, place: Tensor, left: Tensor) -> tuple[int, list[TrajectoryRecord]]:
     """Find the trajectories of stored rows by their marks.
 
     Returns:
@@ -158,21 +159,17 @@ def records_of(lane: Tensor, place: Tensor, left: Tensor) -> tuple[int, list[Tra
         ValueError: the marks are invalid.
     """
     numbers = lane // _LANES
-    starts = torch.nonzero(place == 0).squeeze(1).tolist()
+    bounds = [*torch.nonzero(place == 0).squeeze(1).tolist(), len(lane)]
     records = []
-    for first, stop in itertools.pairwise([*starts, len(lane)]):
+    for first, stop in itertools.pairwise(bounds):
         count = stop - first
         lanes = int(lane[stop - 1] - lane[first]) + 1
         if int(left[stop - 1]) or lanes < 1 or count % lanes:
             lanes = 1  # its last rows are missing
         records.append(TrajectoryRecord(int(numbers[first]), count // lanes, lanes))
-
     check_numbers(records)
-    if starts:
-        begun = starts[0]
-    else:
-        begun = len(lane)
-    return begun, records
+
+    return bounds[0], records
 
 
 def check_numbers(records: Sequence[TrajectoryRecord]) -> None:
@@ -199,8 +196,8 @@ def check_marks(rows: TensorDictBase, records: Sequence[TrajectoryRecord], first
     which = torch.searchsorted(counts.cumsum(0), at, right=True)
     place = at - (counts.cumsum(0) - counts)[which]
     number = torch.tensor([record.number for record in records])[which]
-    lane = rows[LANE]
 
+    lane = rows[LANE]
     # Within a trajectory each row is in the same lane as the row before it, or in the next lane.
     steps = torch.diff(lane)[place[1:] > 0]
     same = torch.equal(rows[PLACE].long(), place) and torch.equal(lane // _LANES, number)
@@ -214,18 +211,19 @@ def _lane_rows(trajectory: Any, number: int) -> tuple[TensorDict, list[Trajector
     facts = {name: given.pop(name) for name in _FACTS if name in given}
     fields: dict[NestedKey, Tensor] = {}
     _collect(given, (), fields)
+
     if not fields:
         return TensorDict({}, [0]), []
-
     steps, lanes = _size(fields)
     if lanes > _LANES:
         raise ValueError(f"a trajectory has at most {_LANES:,} lanes, got {lanes:,}")
 
     rows: dict[NestedKey, Tensor] = {}
     for key, value in fields.items():
-        name = key[0] if isinstance(key, tuple) else key
+        name = as_tuple(key)[0]
         if name in _ENDS + _VALUES:
             value = _of_steps(value, steps, name)
+
         if value.shape[:2] != (steps, lanes):
             raise ValueError(
                 f"{key!r} must be [T, B, ...] = [{steps}, {lanes}, ...] like the other fields, got "
@@ -241,7 +239,6 @@ def _lane_rows(trajectory: Any, number: int) -> tuple[TensorDict, list[Trajector
     check_numbers([record])
     lane = torch.arange(lanes).repeat_interleave(steps)
     batch = TensorDict(dict(rows), [count])
-
     return _add_marks(batch, lane + number * _LANES, torch.arange(count), _done(rows, count)), [record]
 
 
@@ -272,7 +269,6 @@ def _flat_rows(batch: TensorDictBase, number: int) -> tuple[TensorDict, list[Tra
         marks = torch.zeros(len(run), dtype=torch.bool)
     else:
         marks = done.reshape(len(run))
-
     left = lengths[run] - 1 - place
     return _add_marks(batch.copy(), (number + run) * _LANES, place, marks, left), records
 
@@ -280,7 +276,8 @@ def _flat_rows(batch: TensorDictBase, number: int) -> tuple[TensorDict, list[Tra
 def _add_marks(
     batch: TensorDictBase, lane: Tensor, place: Tensor, done: Tensor, left: Tensor | None = None
 ) -> TensorDict:
-    left = len(place) - 1 - place if left is None else left
+    if left is None:
+        left = len(place) - 1 - place
     marks = {LANE: lane, PLACE: place.int(), LEFT: left.int(), DONE: done}
     return batch.update(TensorDict(dict(marks), batch.batch_size))
 
@@ -297,6 +294,7 @@ def _mapping(trajectory: Any) -> dict[str, Any]:
     names = getattr(trajectory, "__dataclass_fields__", None)
     if names is not None:
         trajectory = {name: getattr(trajectory, name) for name in names}
+
     if not isinstance(trajectory, Mapping):
         raise TypeError(
             f"a trajectory must be a mapping, a dataclass or a tensordict, got {type(trajectory).__name__}"
@@ -315,7 +313,6 @@ def _collect(fields: Mapping[str, Any], path: tuple[str, ...], into: dict[Nested
     for name, value in fields.items():
         if not isinstance(name, str):
             raise TypeError(f"names of fields must be strings, got {name!r}. Nothing was stored")
-
         key = (*path, name)
         if isinstance(value, Mapping):
             _collect(value, key, into)
@@ -323,16 +320,11 @@ def _collect(fields: Mapping[str, Any], path: tuple[str, ...], into: dict[Nested
             place = key if path else key[0]
             into[place] = value
         else:
-            if isinstance(value, Tensor):
-                what = "another tensor"
-            else:
-                what = type(value).__name__
-
+            kind = "another tensor" if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(
                 f"the field {'/'.join(key)!r} must be a dense tensor [T, B, ...] or a mapping of them, got "
-                f"{what}. Nothing was stored"
+                f"{kind}. Nothing was stored"
             )
-
     if not path and _MARKS in fields:
         raise ValueError(f"the trajectory has a field {_MARKS!r}, a name that the buffer reserves")
 
@@ -343,7 +335,7 @@ def _size(fields: Mapping[NestedKey, Tensor]) -> tuple[int, int]:
         if value.ndim < 2:
             raise ValueError(f"{key!r} must be [T, B, ...], got {list(value.shape)}. Nothing was stored")
 
-    usual = [key for key in fields if (key[0] if isinstance(key, tuple) else key) not in _ENDS + _VALUES]
+    usual = [key for key in fields if as_tuple(key)[0] not in _ENDS + _VALUES]
     if "rewards" in fields:
         chosen = fields["rewards"]
     else:

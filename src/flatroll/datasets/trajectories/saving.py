@@ -59,7 +59,8 @@ class RankSave:
                     "call load_checkpoint first, or save to another folder"
                 )
             named = rank_versions(loaded.json) or []
-            self.named = named if len(named) == ranks else []
+            if len(named) == ranks:
+                self.named = named
 
     def save(self, save: Callable[[Path], None]) -> Version:
         """Call ``save`` with the folder of this rank, and publish a version once all ranks have saved; return it.
@@ -108,9 +109,8 @@ class RankSave:
         for rank in range(self.ranks):
             folder = rank_folder(self.path, rank, self.ranks)
             kept = self._number(rank)
-            versions = Folder(folder).versions() if folder.is_dir() else ()
-
-            for number in versions:
+            there = Folder(folder).versions() if folder.is_dir() else ()
+            for number in there:
                 if number > kept:
                     files.remove(folder / manifest_name(number))
 
@@ -124,11 +124,9 @@ class RankSave:
         versions: list[Version] = []
         for rank in range(self.ranks):
             path = rank_folder(self.path, rank, self.ranks)
+            number = 0
             if path.is_dir():
                 number = next(iter(Folder(path).versions()), 0)
-            else:
-                number = 0
-
             if number <= self._number(rank):
                 raise RuntimeError(
                     f"rank {rank} of {self.ranks} has not saved to {self.path}: each rank must call save_checkpoint "
@@ -148,12 +146,10 @@ def stage(checkpoint: SavedTrajectories, folder: Path, *, sync: bool) -> None:
     path = folder / LOADING
     records = list[TrajectoryRecord]()
     remove_folder(path)
-
     with Folder(path, write=True, sync=sync, keep=1) as staged:
         for rows, begun in checkpoint.read():
             staged.append({column_name(key): value for key, value in rows.items(True, True)})
             records += begun
-
         counter = max([checkpoint.counter, *(record.number + 1 for record in records)])
         state = State(records, counter, checkpoint.generator, staged.end)
         staged.publish({NOTES: state.to_json()})

@@ -20,14 +20,14 @@ from flatroll.datasets.trajectories.rows import (
     check_marks,
     check_numbers,
     find_differing,
-    form_of,
-    records_of,
-    rows_of,
+    find_form,
+    find_records,
+    from_trajectories,
     shift_numbers,
 )
 from flatroll.disk import DamagedFileError, Folder, Ragged, Version, column_key, column_name
 from flatroll.disk.folder import Listing
-from flatroll.layout.checks import whole_number
+from flatroll.layout.checks import check_whole_number
 
 NOTES = "trajectories"  # the entry of the folder's notes with the state of the buffer
 RANKS = "ranks"  # the entry of the manifest with the versions of several ranks
@@ -107,12 +107,8 @@ class OwnFolder:
         self.state = None
         self.counter = 0
         state: State | None = None
-
         if version is not None or self.folder.versions():
-            if version is None:
-                number = None
-            else:
-                number = version.number
+            number = None if version is None else version.number
             loaded = self.folder.load(number)
             self.version = loaded.version
             if version not in (None, self.version):
@@ -126,12 +122,13 @@ class OwnFolder:
 
         if version is None:
             self.folder.recover()  # also rows written since that version
-        self.first = self.folder.head
 
+        self.first = self.folder.head
         rows = self.folder.end - self.folder.head
-        if state is not None and (sum(record.rows for record in state.records), state.end) == (
-            rows,
-            self.folder.end,
+        if (
+            state is not None
+            and sum(record.rows for record in state.records) == rows
+            and state.end == self.folder.end
         ):
             self.state = state
             self.records = state.records
@@ -153,33 +150,33 @@ class OwnFolder:
         marks: list[Any] = []
         for key in (LANE, PLACE, LEFT):
             columns: list[Any] = [segment.columns[column_name(key)] for segment in self.folder.segments]
+            skip = 0
             if columns:
                 skip = self.folder.head - self.folder.segments[0].first
-            else:
-                skip = 0
             marks.append(torch.cat([torch.zeros(0, dtype=torch.int64), *columns])[skip:])
 
         try:
-            return records_of(*marks)
+            return find_records(*marks)
         except ValueError as error:
             raise DamagedFileError(f"{self.folder.path}: {error}") from None
 
     def read(self, first: int, stop: int) -> Iterator[TensorDictBase]:
         """Yield the rows of the trajectories at positions ``first`` to ``stop - 1``, checked."""
         counts = [record.rows for record in self.records]
-        begin = low = self.first + sum(counts[:first])
+        begin = self.first + sum(counts[:first])
+        low = begin
         high = low + sum(counts[first:stop])
-
         while low < high:
             # One file at a time, so that each is read once.
             segment = next(segment for segment in self.folder.segments if segment.first <= low < segment.end)
             end = min(high, segment.end)
+
             columns = self.folder.read_rows(low, end)
             if any(isinstance(column, Ragged) for column in columns.values()):
                 raise ValueError(f"{self.folder.path} holds rows that are not in the form of trajectories")
-
             rows = TensorDict({column_key(name): values for name, values in columns.items()}, [end - low])
-            form = form_of(rows)
+
+            form = find_form(rows)
             if any(form.get(key) != (getattr(torch, dtype), torch.Size([])) for key, dtype in _MARKS.items()):
                 raise ValueError(f"{self.folder.path} holds no trajectories: its rows have no marks")
 
@@ -208,9 +205,10 @@ class RlinfSource(OwnFolder):
         for position, fields in enumerate(self._files.read(first, stop), first):
             record = self.records[position]
             try:
-                rows, records = rows_of([fields], record.number)
+                rows, records = from_trajectories([fields], record.number)
             except (TypeError, ValueError) as error:
                 raise DamagedFileError(f"{self._files.path}: trajectory {record.number}: {error}") from None
+
             found = sum(one.rows for one in records)
             if rows is None or found != record.rows:
                 raise DamagedFileError(
@@ -243,9 +241,9 @@ class SavedTrajectories:
         self.path = path
         self.is_whole = True
         self.version: Version | None = None
+
         if not path.is_dir():
             raise FileNotFoundError(f"there is no folder {path}: save_checkpoint({str(path)!r}) makes one")
-
         # Our own folders have such an index as well.
         if RlinfFolder.is_one(path) and not Listing.of(path).versions:
             self.sources = [RlinfSource(path, pickled)]
@@ -253,26 +251,24 @@ class SavedTrajectories:
             self.sources = [OwnFolder(path / LOADING, None)]
         else:
             self._open()
-
         self.chosen = range(len(self.rows))
 
     def _open(self) -> None:
         folder = Folder(self.path)
         if not folder.versions():
             ranks = sorted(child.name for child in self.path.glob("rank-*-of-*"))
+            why = ""
             if ranks:
                 why = f": its ranks {', '.join(ranks)} did not all finish the save"
-            else:
-                why = ""
-
             raise FileNotFoundError(f"{self.path} holds no checkpoint of trajectories{why}")
 
         loaded = folder.load()
         versions = rank_versions(loaded.json)
         if versions is None:
             self.sources = [OwnFolder(self.path, None)]
-        for rank, version in enumerate(versions or ()):
-            self.sources.append(OwnFolder(rank_folder(self.path, rank, len(versions or ())), version))
+        else:
+            for rank, version in enumerate(versions):
+                self.sources.append(OwnFolder(rank_folder(self.path, rank, len(versions)), version))
         self.version = loaded.version
 
     @property
@@ -282,7 +278,8 @@ class SavedTrajectories:
 
     def take_share(self, rank: int, ranks: int) -> None:
         """Choose the trajectories of one of several ranks, as `share` does."""
-        self.chosen, self.is_whole = share(self.rows, rank, ranks), ranks == 1
+        self.chosen = share(self.rows, rank, ranks)
+        self.is_whole = ranks == 1
 
     def take_last(self, most: int) -> None:
         """Keep the last chosen trajectories, with at most ``most`` rows; ValueError if the last one has more."""
@@ -291,7 +288,6 @@ class SavedTrajectories:
         while first > self.chosen.start and rows[first - 1] <= most:
             first -= 1
             most -= rows[first]
-
         if first == self.chosen.stop > self.chosen.start:
             raise ValueError(
                 f"the last trajectory of {self.path} has {rows[first - 1]} rows, more than max_size={most}: "
@@ -309,11 +305,9 @@ class SavedTrajectories:
     @property
     def generator(self) -> str:
         """The generator state to resume from; empty if there is none."""
+        state = None
         if len(self.sources) == 1 and self.is_whole:
             state = self.sources[0].state
-        else:
-            state = None
-
         if state is None:
             return ""
         return state.generator
@@ -322,7 +316,7 @@ class SavedTrajectories:
         """Read the chosen trajectories; ValueError if damaged, or if rows differ in form (from ``form`` if given)."""
         others = "those of the buffer" if form else "its first ones"
         for rows, _ in self.read():
-            found = form_of(rows)
+            found = find_form(rows)
             form = form or found
             if names := find_differing(form, found):
                 raise ValueError(
@@ -335,7 +329,8 @@ class SavedTrajectories:
 
         Several ranks may have the same numbers: those of a later one are shifted behind those of the others.
         """
-        before = free = 0
+        before = 0
+        free = 0
         for source in self.sources:
             first = max(self.chosen.start - before, 0)
             stop = min(self.chosen.stop - before, len(source.records))
@@ -351,12 +346,9 @@ class SavedTrajectories:
                     for record in source.records[first_record : first_record + begun]
                 ]
                 check_numbers(records)  # the shift may have made the numbers too large
-
                 if shift:
-                    shifted = shift_numbers(rows, shift)
-                else:
-                    shifted = rows
-                yield shifted, records
+                    rows = shift_numbers(rows, shift)
+                yield rows, records
                 first_record += begun
 
             before += len(source.records)
@@ -377,9 +369,10 @@ def rank_versions(noted: object) -> list[Version] | None:
     """
     if not isinstance(noted, dict) or RANKS not in noted:
         return None
-
     try:
-        versions = [Version(whole_number("version", number), str(line)) for number, line in noted[RANKS]]
+        versions = [
+            Version(check_whole_number("version", number), str(line)) for number, line in noted[RANKS]
+        ]
     except (TypeError, ValueError) as error:
         raise DamagedFileError(f"the versions of the ranks cannot be read ({error})") from None
     return versions
@@ -407,27 +400,25 @@ def share(rows: Sequence[int], rank: int, ranks: int) -> range:
     >>> [list(share([5, 1, 1, 1, 4], rank, 3)) for rank in range(3)]
     [[0], [1, 2, 3], [4]]
     """
-    whole_number("world_size", ranks)
-    whole_number("local_rank", rank, 0)
+    check_whole_number("world_size", ranks)
+    check_whole_number("local_rank", rank, 0)
     if rank >= ranks:
         raise ValueError(f"local_rank must be below world_size={ranks}, got {rank}")
+
     if len(rows) < ranks:
         if rows:
             most = f"use a world_size of at most {len(rows)}"
         else:
             most = "there is nothing to load"
-
         raise ValueError(
             f"{len(rows)} trajectories cannot be divided among {ranks} ranks, at least one for each: {most}"
         )
 
     ends = [0, *accumulate(rows)]  # ends[i] rows precede trajectory i
     bounds = [0]
-
     for number in range(1, ranks):
         # The boundary nearest to an equal share of rows that leaves at least one trajectory for each other rank.
         possible = range(bounds[-1] + 1, len(rows) - (ranks - number) + 1)
         bounds.append(min(possible, key=lambda at: abs(ends[at] * ranks - number * ends[-1])))
-
     bounds.append(len(rows))
     return range(bounds[rank], bounds[rank + 1])

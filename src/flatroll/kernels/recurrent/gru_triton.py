@@ -89,11 +89,12 @@ def add_product(
     for inner in range(0, GATES * hidden, INNER):  # pyright: ignore[reportArgumentType]  # compiled, an int
         k = inner + tl.arange(0, INNER)
         inside = k < GATES * hidden
+
         x = tl.load(slopes[:, None] + k[None, :], mask=alive & inside[None, :], other=0)
         in_weight = inside[:, None] & (unit < hidden)[None, :]
         w = tl.load(weight + (k * hidden)[:, None] + unit[None, :], mask=in_weight, other=0)
-        total = tl.dot(x, w, total, input_precision=PRECISION, out_dtype=REAL)  # pyright: ignore[reportArgumentType]
 
+        total = tl.dot(x, w, total, input_precision=PRECISION, out_dtype=REAL)  # pyright: ignore[reportArgumentType]
     return total
 
 
@@ -154,9 +155,11 @@ def gru_forward(
                     x = tl.load(before[:, None] + k[None, :], mask=alive & (k < hidden)[None, :], other=0)
                     w = weight + (unit * hidden)[None, :] + k[:, None]
                     in_weight = (unit < hidden)[None, :] & (k < hidden)[:, None]
+
                     w_r = tl.load(w, mask=in_weight, other=0)
                     w_z = tl.load(w + hidden * hidden, mask=in_weight, other=0)
                     w_u = tl.load(w + 2 * hidden * hidden, mask=in_weight, other=0)
+
                     r = tl.dot(x, w_r, r, input_precision=PRECISION, out_dtype=REAL)
                     z = tl.dot(x, w_z, z, input_precision=PRECISION, out_dtype=REAL)
                     u = tl.dot(x, w_u, u, input_precision=PRECISION, out_dtype=REAL)
@@ -164,8 +167,10 @@ def gru_forward(
                 r = sigmoid(r)
                 z = sigmoid(z)
                 n = tanh(n + r * u)
+
                 state = tl.load(before[:, None] + unit[None, :], mask=active, other=0).to(REAL)
                 tl.debug_barrier()
+
                 store_gates(at, hidden, active, n, r, z, u)
                 tl.store(out + (row * hidden)[:, None] + unit[None, :], n + z * (state - n), mask=active)
 
@@ -201,11 +206,9 @@ def gru_backward(
     """
     runs = tl.load(count)
     carried = carry + (tl.program_id(0) * RUNS + tl.arange(0, RUNS)).to(tl.int64) * hidden
-
     for block in range(tl.program_id(0), tl.cdiv(runs, RUNS), tl.num_programs(0)):
         first, length = runs_of_block(firsts, lengths, block, runs, RUNS)
         steps = tl.max(length, 0)
-
         for back in range(steps):
             step = steps - 1 - back
             row = first + step
@@ -216,34 +219,38 @@ def gru_backward(
                 active = alive & (unit < hidden)[None, :]
                 of_gates = (row * 4 * hidden)[:, None] + unit[None, :]
                 n, r, z, u = load_gates(gates + of_gates, hidden, active, REAL)
+
                 flat = (row * hidden)[:, None] + unit[None, :]
                 state = tl.load(before + flat, mask=active, other=0).to(REAL)
-                at_carry = carried[:, None] + unit[None, :]
 
+                at_carry = carried[:, None] + unit[None, :]
                 # at a run's last row there is no carried gradient
                 now = tl.load(at_carry, mask=active & (length > step + 1)[:, None], other=0)
                 now += tl.load(grad + flat, mask=active, other=0).to(REAL)
+
                 d_n = now * (1 - z) * (1 - n * n)
                 d_u = d_n * r
                 tl.debug_barrier()
+
                 d_r = d_u * u * (1 - r)
                 d_z = now * (state - n) * z * (1 - z)
+
                 store_gates(slopes + of_gates, hidden, active, d_n, d_r, d_z, d_u)
                 tl.store(at_carry, now * z, mask=active)
-
             tl.debug_barrier()
+
             # the gradient of the state before the row: slopes [RUNS, gates H] times the weights, in blocks of units
             to_state = slopes + row * 4 * hidden + hidden
-
             for start in range(0, hidden, UNITS):
                 unit = start + tl.arange(0, UNITS)
                 active = alive & (unit < hidden)[None, :]
                 at_carry = carried[:, None] + unit[None, :]
                 now = tl.load(at_carry, mask=active, other=0)
                 now = add_product(now, to_state, weight, 3, alive, unit, hidden, REAL, PRECISION, INNER)
+
                 tl.debug_barrier()
                 tl.store(at_carry, now, mask=active)
+
                 at = d_first + (row * hidden)[:, None] + unit[None, :]
                 tl.store(at, now, mask=active & (row == first)[:, None])
-
             tl.debug_barrier()

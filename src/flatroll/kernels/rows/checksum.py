@@ -60,9 +60,9 @@ def absorb(state: Array, address: Int, size: Int) -> None:
     rest = state[_REST:].view(np.uint8)  # [32]
     held = np.int64(state[_COUNT] % np.uint64(_STRIPE))
     state[_COUNT] += np.uint64(size)
+
     given = octets(address, size)
     done = 0
-
     if held:  # complete the stripe that an earlier call began
         done = min(_STRIPE - held, size)
         rest[held : held + done] = given[:done]
@@ -87,6 +87,7 @@ def absorb(state: Array, address: Int, size: Int) -> None:
     state[1] = b
     state[2] = c
     state[3] = d
+
     done += _STRIPE * stripes
     rest[: size - done] = given[done:]
 
@@ -94,6 +95,7 @@ def absorb(state: Array, address: Int, size: Int) -> None:
 @compiled()
 def digest(state: Array) -> Any:
     """Return the checksum of all bytes so far, uint64."""
+
     if state[_COUNT] < np.uint64(_STRIPE):
         mixed = _5
     else:
@@ -104,16 +106,19 @@ def digest(state: Array) -> Any:
     mixed += state[_COUNT]
     rest = state[_REST:].view(np.uint8)
     held = np.int64(state[_COUNT] % np.uint64(_STRIPE))
+
     for word in range(held // 8):
         mixed = _turn(mixed ^ _step(np.uint64(0), state[_REST + word]), 27) * _1 + _4
+
     at = held // 8 * 8
     if held - at >= 4:
         half = state[_REST:].view(np.uint32)[at // 4]
         mixed = _turn(mixed ^ (np.uint64(half) * _1), 23) * _2 + _3
         at += 4
+
     for i in range(at, held):
         mixed = _turn(mixed ^ (np.uint64(rest[i]) * _5), 11) * _1
+
     mixed = (mixed ^ (mixed >> _33)) * _2
     mixed = (mixed ^ (mixed >> _29)) * _3
-
     return mixed ^ (mixed >> _32)

@@ -23,6 +23,7 @@ _LINES = 4  # cache lines that start it
 def _equal(left: Array, right: Array) -> bool:
     """Compare two frames, a constant number of words at a time, which compiles to SIMD instructions."""
     whole = len(left) - len(left) % _STRIDE
+
     # ``difference`` collects differing bits, without a branch in the inner loop
     for first in range(0, whole, _STRIDE):
         difference = left[0] ^ left[0]
@@ -51,6 +52,7 @@ def match(values: Array, stored: Array, held: Array, hint: Array, shares: Array,
     """
     rows, stack = values.shape[:2]
     new = 0
+
     for j in range(rows):
         # a row that continues another one shares its frames except the oldest, shifted by one
         shares[j] = NOTHING
@@ -69,11 +71,13 @@ def match(values: Array, stored: Array, held: Array, hint: Array, shares: Array,
                 shares[j] = BEFORE
 
         # only the newest frame can be new where the others are shared
-        first = 0 if shares[j] == NOTHING else stack - 1
-
+        first = stack - 1
+        if shares[j] == NOTHING:
+            first = 0
         for k in range(first, stack):
             repeats[j, k] = k > 0 and _equal(values[j, k], values[j, k - 1])
-            new += 0 if repeats[j, k] else 1
+            if not repeats[j, k]:
+                new += 1
 
     return new
 
@@ -110,19 +114,22 @@ def replace(
     Shared frames are referenced before others are released, so that they survive even if their row is in ``slots``.
     """
     stack = refs.shape[1]
-    # count the new references first, then drop the old ones, then write the new ones
+
+    # count the new references
     for j in range(len(slots)):
         if shares[j] == STORED:
             for k in range(stack - 1):
                 if held[hint[j], k + 1]:
                     counts[held[hint[j], k + 1]] += 1
 
+    # drop the old ones
     for j in range(len(slots)):
         for k in range(stack):
             frame = refs[slots[j], k]
             refs[slots[j], k] = 0
             _give_up(state, counts, frame)
 
+    # write the new ones
     for j in range(len(slots)):
         if shares[j] == STORED:
             for k in range(stack - 1):
@@ -141,7 +148,6 @@ def allocate(state: Records, counts: Array, frames: Array) -> None:
         else:
             frames[i] = s.high
             s.high += 1
-
         counts[frames[i]] = 0
 
 
@@ -155,9 +161,11 @@ def assign(
     """
     stack = refs.shape[1]
     used = 0
+
     for j in range(len(slots)):
         # `replace` has set the frames shared with a stored row
-        for k in range(stack - 1 if shares[j] == STORED else 0, stack):
+        first = stack - 1 if shares[j] == STORED else 0
+        for k in range(first, stack):
             if shares[j] == BEFORE and k < stack - 1:
                 frame = refs[slots[j - 1], k + 1]
             elif repeats[j, k]:

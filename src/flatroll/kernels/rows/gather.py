@@ -55,8 +55,8 @@ def gather(
     stretches = np.empty((len(slots), 4), np.int64)  # first row, first position, rows, whether near
     count = 0
     before = np.int64(-2)
-
     before_near = False
+
     for i in range(len(slots)):
         row = slots[i]
         is_near = False
@@ -65,25 +65,24 @@ def gather(
             if i + 1 < len(slots) and row == slots[i + 1]:
                 row = np.int64(i + 1)
                 is_near = True
-
         if row < 0 or (row >= rows and not is_near):
             return i
+
         if row != before + 1 or is_near != before_near:
             stretches[count, 0] = row
             stretches[count, 1] = i
             stretches[count, 2] = 0
             stretches[count, 3] = is_near
             count += 1
-
         stretches[count - 1, 2] += 1
+
         before = row
         before_near = is_near
 
     # Copy column by column, and prefetch _AHEAD stretches earlier: the round k = -1 only prefetches the first ones,
     # then each copied stretch prefetches one more, in the same order, across the ends of columns.
-    # column and stretch to prefetch next
-    asked = 0
-    following = 0
+    asked = 0  # column to prefetch next
+    following = 0  # stretch to prefetch next
     for k in range(-1, len(source)):
         for j in range(count if k >= 0 else min(_AHEAD, len(source) * count)):
             if asked < len(source):
@@ -93,16 +92,16 @@ def gather(
                     lines = min(stretches[following, 2] * size[asked] + 63 >> 6, _LINES)
                     for line in range(lines):
                         ask(first + 64 * line)
-
                 following += 1
                 if following == count:
-                    asked = asked + 1
+                    asked += 1
                     following = 0
 
             if k >= 0:
+                column = near[k] if stretches[j, 3] else source[k]
                 copy_bytes(
                     target[k] + stretches[j, 1] * size[k],
-                    (near[k] if stretches[j, 3] else source[k]) + stretches[j, 0] * size[k],
+                    column + stretches[j, 0] * size[k],
                     stretches[j, 2] * size[k],
                 )
 
@@ -158,7 +157,6 @@ def gather_next(
         return -1
 
     wrong = gather(source[own:], target[roots], target[own:], size[own:], rows, slots, follow)
-
     for j in range(patch.shape[1]):
         if patch[1, j] < 0 or patch[1, j] >= entries:
             wrong = patch[0, j]
@@ -190,7 +188,6 @@ class HostBlock:
         self.columns = list(columns)
         self.roots: Array = np.array(roots, np.int64)
         self.rows = len(self.columns[0])
-
         for column in self.columns:
             if column.device.type != "cpu" or not column.is_contiguous() or len(column) != self.rows:
                 raise ValueError("columns must be contiguous CPU tensors of one length")
@@ -201,6 +198,7 @@ class HostBlock:
             for column in (*self.columns, *(self.columns[k] for k in roots))
         ]
         self._forms = [(one.shape[1:], one.stride(), one.dtype) for one in like]
+
         addresses = [column.data_ptr() for column in self.columns]
         self.address: Array = np.array([*addresses, *(addresses[k] for k in roots)], np.int64)
         self.size: Array = np.array([one.numel() * one.element_size() for one in like], np.int64)
@@ -255,7 +253,6 @@ class HostBlock:
             else:
                 slot = int(follow[wrong - rows])
             raise IndexError(f"slot {slot} is out of range: there are {self.rows} slots")
-
         return copies
 
     def _take_many(self, asked: Array) -> list[Tensor]:
@@ -266,7 +263,6 @@ class HostBlock:
         copies = [host_memory(rows, dtype, tuple(shape)) for shape, _, dtype in self._forms]
         blocks = threads * _BLOCKS if threads > 1 else 1
         bounds = [rows * block // blocks for block in range(blocks + 1)]
-
         for wrong in run_blocks(partial(self._copy_block, copies, asked), bounds, threads):
             if wrong >= 0:
                 raise IndexError(f"slot {asked[wrong]} is out of range: there are {self.rows} slots")
@@ -291,12 +287,12 @@ class HostBlock:
             raise IndexError(f"slots {slot} ... {slot + rows - 1} are not all among the block's {self.rows}")
 
         # Contiguous values in host memory, as in most batches.
-        plain = [
-            value
-            if value.is_cpu and value.is_contiguous() and not value.is_neg() and not value.is_complex()
-            else value.cpu().resolve_conj().resolve_neg().contiguous()
-            for value in values
-        ]
+        plain = []
+        for value in values:
+            if value.is_cpu and value.is_contiguous() and not value.is_neg() and not value.is_complex():
+                plain.append(value)
+            else:
+                plain.append(value.cpu().resolve_conj().resolve_neg().contiguous())
 
         source = np.array([value.data_ptr() for value in plain], np.int64)
         copy(source, self.address, self.size, first, slot, rows)
@@ -328,17 +324,17 @@ class HostColumns(Generic[K]):
         names = tuple(self.columns)
         plain = names and not any(column.is_complex() for column in self.columns.values())
         self._all = self._join(names) if plain else None
-        if next_keys is None:
-            next_keys = {}
 
-        self._names = (*names, *next_keys.values())
+        self._names = names
         self._both: HostBlock | None = None
+        if next_keys is not None:
+            self._names = (*names, *next_keys.values())
         if next_keys:
             self._both = HostBlock(list(self.columns.values()), [names.index(key) for key in next_keys])
+
         self._spans = Spans.of(self.columns.values())
-        self._forms: list[
-            tuple[K, torch.dtype, torch.Size]
-        ] = []  # for batches with as many rows as the previous one
+        # for batches with as many rows as the previous one
+        self._forms: list[tuple[K, torch.dtype, torch.Size]] = []
         self._form_rows = -1
 
     def take(self, slots: Tensor, keys: Collection[K] | None = None) -> dict[K, Tensor]:
@@ -346,22 +342,23 @@ class HostColumns(Generic[K]):
 
         Unknown keys are left out, and in large samples wide rows if torch uses several threads for them.
         """
-        chosen = self.columns if keys is None else [key for key in keys if key in self.columns]
-        names = tuple(chosen)
+        if keys is None:
+            names = tuple(self.columns)
+        else:
+            names = tuple([key for key in keys if key in self.columns])
         if names in self._joint:
             block = self._joint[names]
         else:
             block = self._join(names)
-
         if block is None:
             return {}
+
         if len(slots) * block.row_bytes > HUGE_FROM and torch.get_num_threads() > 1:
             names = tuple([key for key, size in zip(names, block.size, strict=True) if size < _WIDE])
             if names in self._joint:
                 block = self._joint[names]
             else:
                 block = self._join(names)
-
             if block is None:
                 return {}
 
@@ -378,6 +375,7 @@ class HostColumns(Generic[K]):
         block = self._both
         if block is None or len(slots) * block.row_bytes > HUGE_FROM:
             return {}
+
         return dict(zip(self._names, block.take(slots, follow, patch, pool), strict=True))
 
     def write(self, slot: int, values: Mapping[K, Tensor], rows: int, capacity: int) -> tuple[K, ...]:
@@ -390,9 +388,9 @@ class HostColumns(Generic[K]):
             block = self._joint[names]
         else:
             block = self._join(names)
-
         if block is None or rows * block.row_bytes > HUGE_FROM:
             return ()
+
         columns = [values[key] for key in names]
         fit = min(rows, capacity - slot)  # rows up to the last slot
         block.write(slot, columns, 0, fit)
@@ -416,7 +414,7 @@ class HostColumns(Generic[K]):
             self._form_rows = rows
 
         addresses = []
-        (low, high, starts, stops) = self._spans
+        low, high, starts, stops = self._spans
         for key, dtype, shape in self._forms:
             value = values.get(key)
             # the layout is checked first: the other checks raise on sparse tensors
@@ -427,13 +425,12 @@ class HostColumns(Generic[K]):
                 or value.layout is not _DENSE
             ):
                 return None
-
             if not value.is_cpu or not value.is_contiguous() or value.is_neg():
                 return None
+
             address = value.data_ptr()
-            if (
-                low <= address < high and address < stops[bisect(starts, address) - 1]
-            ):  # `Spans.hold`, inlined
+            # `Spans.hold`, inlined
+            if low <= address < high and address < stops[bisect(starts, address) - 1]:
                 return None
             addresses.append(address)
 
@@ -489,7 +486,8 @@ class HostColumns(Generic[K]):
 
     def _join(self, names: tuple[K, ...]) -> HostBlock:
         """Create and cache the block of these columns."""
-        block = self._joint[names] = HostBlock([self.columns[key] for key in names])
+        block = HostBlock([self.columns[key] for key in names])
+        self._joint[names] = block
         return block
 
 
@@ -518,7 +516,6 @@ def gather_pieces(
     count = 0
     piece = 0
     before = np.int64(-2)
-
     for i in range(len(rows)):
         row = rows[i]
         if row < firsts[0] or row >= firsts[pieces]:
@@ -533,34 +530,34 @@ def gather_pieces(
                     piece = middle
                 else:
                     above = middle
-
             before = np.int64(-2)
 
         if row != before + 1:
-            stretches[count, 0], stretches[count, 1] = piece, row - firsts[piece]
+            stretches[count, 0] = piece
+            stretches[count, 1] = row - firsts[piece]
             stretches[count, 2] = i
             stretches[count, 3] = 0
             count += 1
-
         stretches[count - 1, 3] += 1
+
         before = row
 
     # Copy column by column, and prefetch _AHEAD stretches earlier, in the same order.
-    # column and stretch to prefetch next
-    asked = 0
-    following = 0
+    asked = 0  # column to prefetch next
+    following = 0  # stretch to prefetch next
     for k in range(-1, len(size)):
         for j in range(count if k >= 0 else min(_AHEAD, len(size) * count)):
             if asked < len(size):
                 p = stretches[following, 0]
                 if ends[p, asked] == 0:
                     first = source[p, asked] + stretches[following, 1] * size[asked]
-                    for line in range(min(stretches[following, 3] * size[asked] + 63 >> 6, _LINES)):
+                    # cache lines of 64 bytes, rounded up
+                    lines = min(stretches[following, 3] * size[asked] + 63 >> 6, _LINES)
+                    for line in range(lines):
                         ask(first + 64 * line)
-
                 following += 1
                 if following == count:
-                    asked = asked + 1
+                    asked += 1
                     following = 0
 
             if k < 0:
@@ -574,5 +571,4 @@ def gather_pieces(
             counts = numbers(ends[p, k] + 8 * first, length)
             for i in range(length):
                 copy_bytes(to + i * size[k], source[p, k] + counts[i] * unit[k] - size[k], size[k])
-
     return -1

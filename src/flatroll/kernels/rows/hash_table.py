@@ -41,7 +41,6 @@ def _hash_row(row: Array) -> Any:
     """Return the hash of one row: the mix of the sum of its words' mixes, each word with its position."""
     total = np.uint64(len(row))
     position = np.uint64(0)
-
     for j in range(len(row)):
         position += _STEP
         total += _mix(np.uint64(row[j]) + position)
@@ -85,8 +84,8 @@ def _plain_word(word: np.uint64, floats: int) -> Any:
             high = _NAN_4
         elif high == _SIGN_4:
             high = _ZERO
-        return low | high << _BITS_32
 
+        return low | high << _BITS_32
     return word
 
 
@@ -118,9 +117,9 @@ def number_rows(
         for j in range(len(row)):
             row[j] = np.int64(_plain_word(np.uint64(words[i, j]), floats))
         wanted = _hash_row(row)
+
         place = wanted & mask
         at = np.int64(table[place]) - 1
-
         while at >= 0 and not (hashes[at] == wanted and _same(keys[at], row)):
             place = (place + _ONE) & mask
             at = np.int64(table[place]) - 1
@@ -135,7 +134,6 @@ def number_rows(
 
         ids[i] = at
         row_hashes[i] = wanted
-
     return count
 
 
@@ -166,17 +164,23 @@ def number_edges(
     Returns:
         the number of new edges.
     """
+
     rows = len(now)
     before = counts[2]
     hashes = np.empty(rows, np.int64)
     words = np.empty((rows, 2), np.int64)
+
     table, keys, kept = states
     counts[0] = number_rows(table, keys, kept, counts[0], now, floats, True, made[0], hashes)
     counts[0] = number_rows(table, keys, kept, counts[0], later, floats_later, True, made[1], hashes)
     pair_words[:, 0] = made[0]
+
     table, keys, kept = pairs
     counts[1] = number_rows(table, keys, kept, counts[1], pair_words, 0, True, made[2], hashes)
-    words[:, 0], words[:, 1] = made[2], made[1]
+
+    words[:, 0] = made[2]
+    words[:, 1] = made[1]
+
     table, keys, kept = edges
     counts[2] = number_rows(table, keys, kept, counts[2], words, 0, True, made[3], hashes)
 
@@ -185,6 +189,7 @@ def number_edges(
         if made[3, i] == before + new:  # numbers follow the order of first occurrence
             made[4, new] = i
             new += 1
+
     return new
 
 

@@ -61,9 +61,10 @@ class RowIndex(Numbering):
     def __init__(self, width: int, device: torch.device | str = "cpu") -> None:
         self.width = width
         self.device = torch.device(device)
-        self._rows: HashedRows | SortedRows = (
-            HashedRows(width) if self.device.type == "cpu" else SortedRows(width, self.device)
-        )
+        if self.device.type == "cpu":
+            self._rows: HashedRows | SortedRows = HashedRows(width)
+        else:
+            self._rows = SortedRows(width, self.device)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -79,7 +80,6 @@ class RowIndex(Numbering):
             raise ValueError(
                 f"words must be int64 of shape [N, {self.width}], got {words.dtype} {list(words.shape)}"
             )
-
         if words.device != self.device:
             words = words.to(self.device)
         return self._rows.number(words, floats, extend)
@@ -107,6 +107,7 @@ class HashedRows(Numbering):
 
         self._number_rows = hash_table.number_rows
         self._rebuild = hash_table.rebuild
+
         self.count = 0
         self._keys = np.empty((_SMALLEST, width), np.int64)
         self._hashes = np.empty(_SMALLEST, np.uint64)
@@ -127,7 +128,6 @@ class HashedRows(Numbering):
         self.count = self._number_rows(
             self._table, self._keys, self._hashes, self.count, words.numpy(), floats, extend, numbers, hashes
         )
-
         return torch.from_numpy(numbers), torch.from_numpy(hashes)
 
     def truncate(self, count: int) -> None:
@@ -145,16 +145,18 @@ class HashedRows(Numbering):
         # When rows come in small batches, allocating memory costs more than the rows themselves.
         if self.count and room < _LARGE:
             room *= 2
+
         keys = np.empty((room, self._keys.shape[1]), np.int64)
         hashes = np.empty(room, np.uint64)
-        keys[: self.count], hashes[: self.count] = self._keys[: self.count], self._hashes[: self.count]
-        dtype = np.int32 if room < 2**31 else np.int64
-        table = np.zeros(2 * room, dtype)
+        keys[: self.count] = self._keys[: self.count]
+        hashes[: self.count] = self._hashes[: self.count]
+
+        table = np.zeros(2 * room, np.int32 if room < 2**31 else np.int64)
         self._rebuild(table, hashes, self.count)
+
         self._keys = keys
         self._hashes = hashes
         self._table = table
-
         return table, keys, hashes
 
 
@@ -172,17 +174,17 @@ class SortedRows(Numbering):
     @override
     def number(self, words: Tensor, floats: int = 0, extend: bool = True) -> tuple[Tensor, Tensor]:
         if floats:  # host rows come unpacked, for a kernel that normalises 0.0 and NaN
-            if floats == 4:
-                floating = torch.float32
-            else:
-                floating = torch.float64
-            words = pack_rows([words.view(floating)])
+            kind = torch.float32 if floats == 4 else torch.float64
+            words = pack_rows([words.view(kind)])
 
         hashes = hash_words(words)
         ids = self._find(words, hashes)
-        return self._insert(words, ids) if extend else ids, hashes
+        if extend:
+            ids = self._insert(words, ids)
+        return ids, hashes
 
     def _find(self, words: Tensor, wanted: Tensor) -> Tensor:
+
         ids = torch.full((len(words),), -1, dtype=torch.int64, device=words.device)
         place = torch.searchsorted(self._hashes, wanted)
         rows = torch.arange(len(words), device=words.device)  # those not found yet
@@ -191,10 +193,12 @@ class SortedRows(Numbering):
             at = place[rows]
             near = at < len(self._hashes)
             near[near.clone()] &= self._hashes[at[near]] == wanted[rows[near]]
+
             rows = rows[near]
             number = self._ids[place[rows]]
             same = (self.words[number] == words[rows]).all(-1)
             ids[rows[same]] = number[same]
+
             rows = rows[~same]
             place[rows] += 1
 
@@ -202,26 +206,28 @@ class SortedRows(Numbering):
 
     def _insert(self, words: Tensor, ids: Tensor) -> Tensor:
         new = (ids < 0).nonzero().squeeze(-1)
-        if len(new):
-            if self.words.shape[1]:
-                distinct, inverse = torch.unique(words[new], dim=0, return_inverse=True)
-            else:  # rows without words are all equal, and torch.unique does not accept them
-                distinct = words[new[:1]]
-                inverse = torch.zeros_like(new)
+        if not len(new):
+            return ids
 
-            # torch.unique sorts the rows: number them by their first place in the batch instead
-            first = torch.full((len(distinct),), len(new), dtype=torch.int64, device=words.device)
-            first.scatter_reduce_(0, inverse, torch.arange(len(new), device=words.device), "amin")
-            order = first.argsort()
-            rank = torch.empty_like(order)
-            rank[order] = torch.arange(len(order), device=words.device)
-            ids[new] = len(self.words) + rank[inverse]
-            numbers = torch.arange(len(distinct), device=words.device) + len(self.words)
-            hashes = torch.cat([self._hashes, hash_words(distinct[order])])
-            self._hashes, by_hash = hashes.sort(stable=True)
-            self._ids = torch.cat([self._ids, numbers])[by_hash]
-            self.words = torch.cat([self.words, distinct[order]])
+        if self.words.shape[1]:
+            distinct, inverse = torch.unique(words[new], dim=0, return_inverse=True)
+        else:  # rows without words are all equal, and torch.unique does not accept them
+            distinct = words[new[:1]]
+            inverse = torch.zeros_like(new)
 
+        # torch.unique sorts the rows: number them by their first place in the batch instead
+        first = torch.full((len(distinct),), len(new), dtype=torch.int64, device=words.device)
+        first.scatter_reduce_(0, inverse, torch.arange(len(new), device=words.device), "amin")
+        order = first.argsort()
+        rank = torch.empty_like(order)
+        rank[order] = torch.arange(len(order), device=words.device)
+        ids[new] = len(self.words) + rank[inverse]
+
+        numbers = torch.arange(len(distinct), device=words.device) + len(self.words)
+        hashes = torch.cat([self._hashes, hash_words(distinct[order])])
+        self._hashes, by_hash = hashes.sort(stable=True)
+        self._ids = torch.cat([self._ids, numbers])[by_hash]
+        self.words = torch.cat([self.words, distinct[order]])
         return ids
 
     def truncate(self, count: int) -> None:
@@ -236,10 +242,11 @@ def occurrences(ids: Tensor) -> Tensor:
     tensor([0, 0, 1, 2])
     """
     ordered, order = ids.sort(stable=True)
+
     at = torch.arange(len(ids), device=ids.device)
     starts = torch.ones_like(ids, dtype=torch.bool)
     starts[1:] = ordered[1:] != ordered[:-1]
+
     before = torch.empty_like(ids)
     before[order] = at - torch.where(starts, at, 0).cummax(0).values
-
     return before

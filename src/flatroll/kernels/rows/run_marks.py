@@ -43,11 +43,11 @@ def broken(rows: Int, most: Int, wide: Int, lasts: Array, pairs: Array, source: 
         most = max(most // 4, min(most, rows // 32))
 
     compared = min(rows - 1, most)
-
     count = 0
     fragment = 0
     for k in range(compared):
         row = k * (rows - 1) // compared
+
         while lasts[fragment] < row:
             fragment += 1
         if lasts[fragment] == row:
@@ -103,11 +103,12 @@ def fragments(
     cut = flags(cuts, rows)
     number = numbers(ids, rows)
     steps = numbers(step, rows)
+
     count = 0
     pairs = len(now)
-
     first = 0
     joined = False
+
     for i in range(rows):
         end = i == rows - 1
         # the run ends where row i is done, or where row i + 1 starts an episode, has another id, or another mask
@@ -120,17 +121,20 @@ def fragments(
 
         if not end and not (cuts and cut[i]) and (pairs == 0 or _repeats(now, later, size, i)):
             continue
+
         whole[0, count] = first
         whole[1, count] = i
         if ids:
             whole[2, count] = number[first]
         if step:
-            whole[3, count], whole[4, count] = steps[first], steps[i]
+            whole[3, count] = steps[first]
+            whole[4, count] = steps[i]
 
         marks[0, count] = joined
         marks[1, count] = init != 0 and is_init[first]
         marks[2, count] = done != 0 and is_done[i]
         count += 1
+
         first = i + 1
         joined = not end
 

@@ -31,15 +31,16 @@ class Spans(NamedTuple):
         """Return the memory of dense tensors, including gaps between the values of a tensor."""
         spans: list[tuple[int, int]] = []
         for tensor in tensors:
-            if tensor.numel():
-                # from the first value to the last one, whose place is the sum over the dimensions
-                last = sum(
-                    (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-                )
-                start = tensor.data_ptr()
-                spans.append((start, start + (last + 1) * tensor.element_size()))
+            if not tensor.numel():
+                continue
+            # from the first value to the last one, whose place is the sum over the dimensions
+            sizes = zip(tensor.shape, tensor.stride(), strict=True)
+            last = sum((size - 1) * step for size, step in sizes)
+            start = tensor.data_ptr()
+            spans.append((start, start + (last + 1) * tensor.element_size()))
 
         joined: list[tuple[int, int]] = []
+
         for start, stop in sorted(spans):
             if joined and start <= joined[-1][1]:
                 start = joined[-1][0]
@@ -48,6 +49,7 @@ class Spans(NamedTuple):
 
         if not joined:
             return cls()
+
         starts, stops = zip(*joined, strict=True)
         return cls(starts[0], stops[-1], starts, stops)
 

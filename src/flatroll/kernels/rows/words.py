@@ -49,6 +49,7 @@ def view_rows(columns: Sequence[Tensor]) -> tuple[Tensor, int]:
     if len(columns) == 1 and column.dtype in _VIEWED and column.is_cpu and column.is_contiguous():
         size = column.element_size()
         width = column.shape[1] * size if column.ndim == 2 else 0
+
         if width and width % 8 == 0 and column.data_ptr() % 8 == 0:
             if column.requires_grad:
                 column = column.detach()
@@ -69,6 +70,7 @@ def _words(column: Tensor) -> Tensor:
 
     if rows.dtype is torch.int64 or not rows.shape[1]:
         return rows.long()
+
     bytes_of_row = rows.shape[1] * rows.element_size()
     if bytes_of_row % 8 or rows.data_ptr() % 8 or not rows.is_contiguous():
         padded = rows.new_zeros(len(rows), -(-bytes_of_row // 8) * 8 // rows.element_size())
@@ -91,7 +93,6 @@ def hash_words(words: Tensor) -> Tensor:
         hashes = torch.empty(len(words), dtype=torch.int64)
         hash_rows(words.contiguous().numpy(), hashes.numpy().view("uint64"))
         return hashes
-
     return hash_by_torch(words)
 
 

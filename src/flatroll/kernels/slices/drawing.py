@@ -18,14 +18,14 @@ from flatroll.kernels.slices.links import (
     draw_chain,
     fragment_stop,
     row_in_slot_0,
+    row_slot,
     rows_in_slots,
-    slot_of,
     step_back,
 )
 
 
 @compiled()
-def _next_of(
+def _write_next(
     fragments: Records,
     capacity: Int,
     slot_0: Int,
@@ -43,15 +43,18 @@ def _next_of(
     """
     f = fragments[number & (len(fragments) - 1)]
     if next_row < stop:
-        follow[position] = slot_of(next_row, slot_0, capacity)
+        follow[position] = row_slot(next_row, slot_0, capacity)
         return patched
 
     # the last row of its fragment: the trajectory continues with the first row of the next fragment, if there is one
     later = fragments[(number + f.next) & (len(fragments) - 1)].first
-    follow[position] = slot_of(later, slot_0, capacity) if f.next else -1
+    if f.next:
+        follow[position] = row_slot(later, slot_0, capacity)
+    else:
+        follow[position] = -1
+
     if f.pool < 0:
         return patched
-
     patch[0, patched] = position
     patch[1, patched] = f.pool
     return patched + 1
@@ -92,9 +95,9 @@ def walk(
         follow, patch: see above.
     """
     mask = len(fragments) - 1
+
     # back to the fragments that hold the offsets, one link per round
     pending = len(number)
-
     while pending:
         pending = 0
         for j in range(len(number)):
@@ -103,13 +106,12 @@ def walk(
             number[j] = target
             _ask_for(fragments, target)
 
+    # forward, one fragment per round
     patched = 0
     begin = at.copy()
     slot_0 = row_in_slot_0(state, capacity)
 
-    # forward, one fragment per round
     pending = len(number)
-
     while pending:
         pending = 0
         for j in range(len(number)):
@@ -125,9 +127,8 @@ def walk(
             take = min(stop - row, rows)
 
             # consecutive row numbers are in consecutive slots of the ring
-            slot = slot_of(row, slot_0, capacity)
+            slot = row_slot(row, slot_0, capacity)
             slots[first] = slot
-
             for i in range(first + 1, first + take):
                 slot += 1
                 if slot == capacity:
@@ -142,14 +143,13 @@ def walk(
                 for i in range(first, first + take - 1):
                     follow[i] = slots[i + 1]
                 last = first + take - 1
-
                 if rows > take and f.pool >= 0:
                     patch[0, patched] = last
                     patch[1, patched] = f.pool
                     patched += 1
 
                 if rows == take:  # otherwise the next round sets it, without a cache miss
-                    patched = _next_of(
+                    patched = _write_next(
                         fragments, capacity, slot_0, k, row + take, stop, last, follow, patch, patched
                     )
 
@@ -157,6 +157,7 @@ def walk(
             offset[j] += take
             at[j] = first + take
             number[j] = k + f.next
+
             if rows > take:
                 _ask_for(fragments, k + f.next)
                 pending += 1
@@ -201,8 +202,8 @@ def draw(
     number = np.empty(count, np.int64)
     offset = np.empty(count, np.int64)
     left = np.empty(count, np.int64)
-
     at = 0
+
     for j in range(count):
         c, rest = draw_chain(tree, uniform[2 * j])
         chain = chains[c]
@@ -210,11 +211,18 @@ def draw(
         places = max(live - length + 1 + early + late, 1)
 
         # first row of the slice, counted from the chain's first live row; negative where it reaches before it
-        begin = (rest if start else min(np.int64(uniform[2 * j + 1] * places), places - 1)) - early
+        if start:
+            begin = rest - early
+        else:
+            begin = min(np.int64(uniform[2 * j + 1] * places), places - 1) - early
         stop = min(begin + length, live)
         begin = max(begin, 0)
         take = stop - begin
-        number[j], offset[j], left[j], firsts[j] = chain.last, chain.dropped + begin, take, at
+
+        number[j] = chain.last
+        offset[j] = chain.dropped + begin
+        left[j] = take
+        firsts[j] = at
         at += take
         lasts[j] = at - 1
 
@@ -294,10 +302,9 @@ def follow_rows(
 
     for i in range(len(slots)):
         stop = fragment_stop(state, fragments, numbers[i])
-        patched = _next_of(
+        patched = _write_next(
             fragments, capacity, slot_0, numbers[i], rows[i] + 1, stop, i, follow, patch, patched
         )
-
     return patched
 
 
@@ -323,12 +330,11 @@ def ahead_rows(state: Records, capacity: Int, fragments: Records, slots: Array, 
                 if distance == 0:
                     ahead[i, j:] = -1
                     break
-
                 number += distance
                 row = fragments[number & mask].first
                 stop = fragment_stop(state, fragments, number)
 
-            ahead[i, j] = slot_of(row, slot_0, capacity)
+            ahead[i, j] = row_slot(row, slot_0, capacity)
             row += 1
 
 
@@ -341,6 +347,7 @@ def extents(
     It becomes each row's position among the stored rows of its trajectory, the number of these, and its chain.
     """
     rows, numbers = rows_in_slots(state, capacity, fragments, slots)
+
     for i in range(len(slots)):
         f = fragments[numbers[i] & (len(fragments) - 1)]
         chain = chains[f.chain]

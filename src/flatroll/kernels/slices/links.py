@@ -29,12 +29,12 @@ def fragment_stop(state: Records, fragments: Records, number: Int) -> Int:
 
 @numba.njit(nogil=True)
 def row_in_slot_0(state: Records, capacity: Int) -> Int:
-    """Return the number of the row that slot 0 held when the oldest row was written, for :func:`slot_of`."""
+    """Return the number of the row that slot 0 held when the oldest row was written, for :func:`row_slot`."""
     return state[0].head - state[0].head % capacity
 
 
 @numba.njit(nogil=True)
-def slot_of(row: Int, slot_0: Int, capacity: Int) -> Int:
+def row_slot(row: Int, slot_0: Int, capacity: Int) -> Int:
     """Return the slot of a stored row, ``row % capacity``, without a division (see :func:`row_in_slot_0`)."""
     slot = row - slot_0
     # live rows are at most ``capacity`` rows behind the head, so subtracting the capacity once is enough
@@ -50,7 +50,6 @@ def step_back(state: Records, fragments: Records, number: Int, offset: Int) -> I
     f = fragments[number & mask]
     if f.offset <= offset:
         return number
-
     far = number - f.jump
     # jump only to a live fragment that is still after the offset
     if f.jump and far >= state[0].first and fragments[far & mask].offset > offset:
@@ -81,10 +80,12 @@ def rows_in_slots(state: Records, capacity: Int, fragments: Records, slots: Arra
 
     # the first row number at or after the head that falls into the slot
     rows = head + (slots - head) % capacity
+
     numbers = np.full(len(slots), first)
     step = np.int64(1)
     while step < end - first:
         step *= 2
+
     # Binary search by halved steps: the last fragment whose first row is not after the row. It has no branch, which
     # random rows would mispredict every second time. Entries beyond the end may be read; they are ignored.
     while step:
@@ -94,7 +95,6 @@ def rows_in_slots(state: Records, capacity: Int, fragments: Records, slots: Arra
             inside = later - end >> 63
             beyond = rows[j] - fragments[later & mask].first >> 63
             numbers[j] += step & inside & ~beyond
-
         step //= 2
 
     return rows, numbers
@@ -109,9 +109,9 @@ def draw_chain(tree: Array, uniform: float) -> tuple[Int, Int]:
     size = len(tree) - 1  # a power of two, so tree[size] is the sum of all
     total = tree[size]
     rest = min(np.int64(uniform * total), total - 1)
+
     c = 0
     step = size // 2
-
     # the first c weights sum up to at most the hit; each step tries to add ``step`` weights more
     while step:
         if tree[c + step] <= rest:

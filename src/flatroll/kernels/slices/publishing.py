@@ -20,6 +20,7 @@ def _entry(table: Records, key: Int) -> Int:
     mask = len(table) - 1
     # the upper half of the product with 2**64 over the golden ratio, which spreads consecutive keys
     at = np.int64(np.uint64(key) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(33)) & mask
+
     # linear probing: on to the next entry until one is unused
     while table[at].chain != 0 and table[at].id != key:
         at = (at + 1) & mask
@@ -36,7 +37,6 @@ def rehash(table: Records, chains: Records, larger: Records) -> Int:
         if c >= 0 and chains[c].id == table[i].id and chains[c].open and chains[c].total > chains[c].dropped:
             larger[_entry(larger, table[i].id)] = table[i]
             used += 1
-
     return used
 
 
@@ -62,7 +62,8 @@ def claim(
     """
     s = state[0]
     # after the write the oldest row is ``capacity`` rows before the end
-    head = s.head = max(s.head, s.written + rows - capacity)
+    head = max(s.head, s.written + rows - capacity)
+    s.head = head
 
     count = 0
     while s.first < s.end:
@@ -77,22 +78,23 @@ def claim(
         chain.dropped = f.offset + lost
         touched[count] = f.chain
         count += 1
+
         if head < stop:
             break
-
         s.first += 1
+
         if f.pool >= 0:
             spare[s.spare] = f.pool
             s.spare += 1
-
         if chain.dropped == chain.total:
             s.live -= 1
             s.open -= chain.open
-            chain.open = chain.total = chain.dropped = 0
+            chain.open = 0
+            chain.total = 0
+            chain.dropped = 0
             # put the chain slot in front of the list of free ones
             chain.last = s.free
             s.free = f.chain + 1
-
     return count
 
 
@@ -110,10 +112,13 @@ def _compare(
     found: Array,
 ) -> Int:
     """Compare the first row of each new fragment with the next values of the row that it continues, for `link`."""
-    before, slots, agree = found
-    stands = np.empty(len(joined), np.int64)  # index of the next value, in storage or in the batch
+    before = found[0]
+    slots = found[1]
+    agree = found[2]
 
-    for j in range(len(joined)):  # prefetch all before comparing one
+    # find the next values of all rows, and prefetch them before comparing one
+    stands = np.empty(len(joined), np.int64)  # index of the next value, in storage or in the batch
+    for j in range(len(joined)):
         stands[j] = slots[j]
         if before[j] >= 0:
             if pool:
@@ -121,7 +126,8 @@ def _compare(
             for k in range(len(pairs)):
                 ask(pairs[k, 0] + stands[j] * pairs[k, 1])
         elif before[j] < -1:
-            stands[j] = -2 - before[j] if pool else lasts[-2 - before[j]]
+            i = -2 - before[j]
+            stands[j] = i if pool else lasts[i]
 
     wrong = 0
     for j in range(len(joined)):
@@ -129,18 +135,12 @@ def _compare(
             continue
 
         agree[j] = 1
-
         for k in range(len(pairs)):
             size = pairs[k, 1]
-            if before[j] >= 0:
-                later = pairs[k, 0]
-            else:
-                later = source[pairs[k, 3]]
-
+            later = pairs[k, 0] if before[j] >= 0 else source[pairs[k, 3]]
             if not equal_bytes(later + stands[j] * size, source[pairs[k, 2]] + firsts[j] * size, size):
                 agree[j] = -1 if k < compared else 0
                 break
-
         wrong += agree[j] < 0 and not joined[j]
 
     return wrong
@@ -199,14 +199,16 @@ def link(
     slots = found[1]
     count = len(joined)
     head = s.written + rows - capacity  # the oldest row after the write, if it drops any
+
+    # the last fragment of each id within this write: fragment + 1 in the field ``chain``
     size = 4
     while size < 2 * len(ids):
         size *= 2
-    # the last fragment of each id within this write: fragment + 1 in the field ``chain``
     seen: Records = np.zeros(size, table.dtype)
 
     for j in range(count):
-        before[j] = slots[j] = -1
+        before[j] = -1
+        slots[j] = -1
         if joined[j]:
             before[j] = -2 - (j - 1)
         elif not init[j]:
@@ -262,8 +264,8 @@ def keep(
     s = state[0]
     pool[:] = 0
     count = 0
-
     free = 0
+
     for j in range(len(before)):
         if agree[j] > 0 and before[j] < -1:
             pool[-2 - before[j]] = -1
@@ -299,11 +301,12 @@ def _new_chain(state: Records, chains: Records, ids: Array, j: Int) -> Int:
 
     chain = chains[c]
     chain.id = ids[j] if len(ids) else s.created
-    chain.total = chain.dropped = chain.open = 0
+    chain.total = 0
+    chain.dropped = 0
+    chain.open = 0
     chain.last = -1
     s.created += 1
     s.live += 1
-
     return c
 
 
@@ -318,20 +321,30 @@ def _attach(state: Records, fragments: Records, chains: Records, c: Int, row: In
     chain = chains[c]
     number = s.end
     last = chain.last
+
     if 0 <= last == number - 1 and fragments[last & mask].pool < 0:
         fragments[last & mask].pool = pool
         return
 
     s.end += 1
     f = fragments[number & mask]
-    f.first, f.offset, f.chain, f.pool = row, chain.total, c, pool
-    f.prev = f.jump = f.span = f.next = 0
+    f.first = row
+    f.offset = chain.total
+    f.chain = c
+    f.pool = pool
+    f.prev = 0
+    f.jump = 0
+    f.span = 0
+    f.next = 0
     chain.last = number
     if last < 0:
         return
 
     before = fragments[last & mask]
-    before.next = f.prev = f.jump = number - last
+    distance = number - last
+    before.next = distance
+    f.prev = distance
+    f.jump = distance
     f.span = 1
 
     # Myers' rule: two consecutive jumps of the same length become one jump over both
@@ -385,15 +398,20 @@ def publish(
         elif c == -1:
             c = _new_chain(state, chains, ids, j)
         chain = chains[c]
-        _attach(state, fragments, chains, c, s.written + firsts[j], pool[j] if len(pool) else -1)
+        entry = pool[j] if len(pool) else -1
+        _attach(state, fragments, chains, c, s.written + firsts[j], entry)
 
         # the fragment's length: up to the next one, or to the end of the write
-        chain.total += (firsts[j + 1] if j + 1 < len(firsts) else rows) - firsts[j]
+        stop = firsts[j + 1] if j + 1 < len(firsts) else rows
+        chain.total += stop - firsts[j]
+
         is_open = 0 if done[j] else 1
         s.open += is_open - chain.open
         chain.open = is_open
+
         if len(step_last):
             chain.step = step_last[j] + 1
+
         if len(ids):
             at = _entry(table, ids[j])
             s.ids += table[at].chain == 0
@@ -432,8 +450,12 @@ def rebuild(
         free: the free chain slots, in the order of use.
     """
     s = state[0]
-    s.first = s.end = s.live = s.open = s.newest = s.ids = 0
-
+    s.first = 0
+    s.end = 0
+    s.live = 0
+    s.open = 0
+    s.newest = 0
+    s.ids = 0
     for c in range(len(ids)):
         chains[c].id = ids[c]
         chains[c].last = -1
@@ -442,12 +464,13 @@ def rebuild(
         c = chain[j]
         s.live += chains[c].total == 0
         _attach(state, fragments, chains, c, firsts[j], pool[j])
-        chains[c].total += (firsts[j + 1] if j + 1 < len(firsts) else s.written) - firsts[j]
+        stop = firsts[j + 1] if j + 1 < len(firsts) else s.written
+        chains[c].total += stop - firsts[j]
+
         if j == 0:  # the oldest fragment may have lost rows
             chains[c].dropped = s.head - firsts[j]
 
     s.slots = len(ids)
-
     # each free slot holds 1 + the next one in its ``last``, 0 at the end
     s.free = 0
     for i in range(len(free) - 1, -1, -1):
@@ -491,7 +514,9 @@ def weigh(
         n = chains[c].total - chains[c].dropped
         now = np.int64(0)
         if n >= least:
-            now = np.int64(max(n - length + 1 + span, 1) if start else 1)
+            now = np.int64(1)
+            if start:
+                now = np.int64(max(n - length + 1 + span, 1))
 
         change = now - weight[c]
         if change:

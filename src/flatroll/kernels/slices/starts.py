@@ -8,7 +8,7 @@ This module imports numba: import it inside the function that needs it.
 import numpy as np
 
 from flatroll.kernels.compiled import Array, Int, Records, compiled
-from flatroll.kernels.slices.links import draw_chain, fragment_holding, fragment_stop, row_in_slot_0, slot_of
+from flatroll.kernels.slices.links import draw_chain, fragment_holding, fragment_stop, row_in_slot_0, row_slot
 
 
 @compiled()
@@ -35,14 +35,17 @@ def _nearest_mark(
             stop = f.first - 1
 
         while row != stop:
-            if marks[slot_of(row, slot_0, capacity)]:
+            if marks[row_slot(row, slot_0, capacity)]:
                 return offset
             if offset == limit:
                 return -1
             row += step
             offset += step
 
-        number += f.next if step > 0 else -f.prev
+        if step > 0:
+            number += f.next
+        else:
+            number -= f.prev
 
 
 @compiled()
@@ -78,15 +81,16 @@ def _marked_start(
     end = high
     if final + 1 < high:
         after = _nearest_mark(state, capacity, fragments, last, marks, final + 1, high - 1)
-        end = high if after < 0 else after
+        if after >= 0:
+            end = after
 
     drawn = low + min(np.int64(uniform * (end - low)), end - low - 1)
     at = _nearest_mark(state, capacity, fragments, last, marks, drawn, low)
     if at < 0:
         at = _nearest_mark(state, capacity, fragments, last, marks, drawn, final)
-    f = fragments[fragment_holding(state, fragments, last, at) & (len(fragments) - 1)]
 
-    return slot_of(f.first + at - f.offset, row_in_slot_0(state, capacity), capacity)
+    f = fragments[fragment_holding(state, fragments, last, at) & (len(fragments) - 1)]
+    return row_slot(f.first + at - f.offset, row_in_slot_0(state, capacity), capacity)
 
 
 @compiled()
@@ -117,17 +121,20 @@ def draw_marked(
         starts: int64, the result.
     """
     used = state[0].slots
+
     for j in range(len(starts)):
         c, _ = draw_chain(tree, uniform[2 * j])
-        slot = np.int64(-1)
 
+        slot = np.int64(-1)
         for _ in range(used):
             slot = _marked_start(
                 state, capacity, fragments, chains[c], marks, uniform[2 * j + 1], length, strict
             )
             if slot >= 0:
                 break
-            c = c + 1 if c + 1 < used else 0
+            c += 1
+            if c >= used:
+                c = 0
 
         if slot < 0:
             return j
@@ -160,8 +167,8 @@ def slice_partition(
     s = state[0]
     mask = len(fragments) - 1
     slot_0 = row_in_slot_0(state, capacity)
-
     count = 0
+
     for number in range(s.first, s.end):
         f = fragments[number & mask]
         if begin[f.chain] < 0:
@@ -171,10 +178,10 @@ def slice_partition(
         # offsets of the fragment's first live row, of the row after its last one, and of the first slice
         low = max(f.offset, chain.dropped)
         high = f.offset + fragment_stop(state, fragments, number) - f.first
-
         at = chain.dropped + begin[f.chain]
+
         if again and not strict and low == chain.dropped and low < at:
-            partition[0, count] = slot_of(f.first + low - f.offset, slot_0, capacity)
+            partition[0, count] = row_slot(f.first + low - f.offset, slot_0, capacity)
             partition[1, count] = at - low
             count += 1
 
@@ -183,7 +190,7 @@ def slice_partition(
             at += (low - at + length - 1) // length * length
 
         while low <= at < high and not (strict and at + length > chain.total):
-            partition[0, count] = slot_of(f.first + at - f.offset, slot_0, capacity)
+            partition[0, count] = row_slot(f.first + at - f.offset, slot_0, capacity)
             partition[1, count] = min(length, chain.total - at)
             count += 1
             if not again:
@@ -206,13 +213,14 @@ def _slots_between(
 
     slot_0 = row_in_slot_0(state, capacity)
     number = fragment_holding(state, fragments, number, low)
-
     while True:
         f = fragments[number & (len(fragments) - 1)]
         row = f.first + low - f.offset
         take = min(fragment_stop(state, fragments, number) - row, high - low + 1)
+
         for i in range(take):
-            slots[at + i] = slot_of(row + i, slot_0, capacity)
+            slots[at + i] = row_slot(row + i, slot_0, capacity)
+
         at += take
         low += take
         if low > high:
@@ -237,13 +245,12 @@ def new_starts(
     """
     s = state[0]
     mask = len(fragments) - 1
-
     # the fragment that holds row ``first``
     number = s.end - 1
     while number > s.first and fragments[number & mask].first > first:
         number -= 1
-
     count = 0
+
     while number < s.end:
         f = fragments[number & mask]
         chain = chains[f.chain]
@@ -253,10 +260,11 @@ def new_starts(
         low = max(old - length + 1, chain.dropped)
         high = f.offset + fragment_stop(state, fragments, number) - f.first - length
         if not strict and chain.total - chain.dropped < length:
-            low = high = chain.dropped
+            low = chain.dropped
+            high = chain.dropped
+
         count = _slots_between(state, capacity, fragments, number, low, high, slots, count)
         number += 1
-
     return count
 
 

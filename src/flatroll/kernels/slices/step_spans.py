@@ -66,6 +66,7 @@ def step_spans(
     count = len(places)
     slots = np.zeros(count, np.int64)
 
+    # the slot of each row, or of the stored row that leads to a waiting one
     for i in range(count):
         step = places[i] // num_envs
         if oldest < 0:
@@ -91,8 +92,8 @@ def step_spans(
             return False
         slots[i] = number % capacity
 
+    # the extent of each row's trajectory: among the stored rows, then among the waiting ones
     rows, numbers = rows_in_slots(state, capacity, fragments, slots)
-
     for i in range(count):
         step = places[i] // num_envs
         env = places[i] - step * num_envs
@@ -102,15 +103,20 @@ def step_spans(
         if oldest >= 0:
             f = fragments[numbers[i] & mask]
             chain = chains[f.chain]
+
+            # steps of the trajectory that are stored before the row
             known = min(step, stored - 1)
             before = f.offset + rows[i] - f.first - chain.dropped
             spans[0, i] = known - min(before, known - oldest)
-            stop = known + chain.total - chain.dropped - before
 
+            # the step after the last stored one
+            stop = known + chain.total - chain.dropped - before
             # does the trajectory continue in the first run of the waiting rows?
             if filled and stop == stored and chain.open:
                 joined = chain.id == ids[env, 0] and not init[env, 0]
-            spans[1, i] = stored + _run_stop(init, ids, done, env, 0, filled) if joined else stop
+            if joined:
+                stop = stored + _run_stop(init, ids, done, env, 0, filled)
+            spans[1, i] = stop
 
         if at >= 0:
             first = at
@@ -119,5 +125,4 @@ def step_spans(
             if first > 0 or not joined:
                 spans[0, i] = stored + first
                 spans[1, i] = stored + _run_stop(init, ids, done, env, at, filled)
-
     return True

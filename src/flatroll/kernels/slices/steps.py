@@ -10,7 +10,7 @@ import numpy as np
 from flatroll.kernels.compiled import Array, Int, Records, compiled
 from flatroll.kernels.rows.gather import gather_next, scatter
 from flatroll.kernels.slices.drawing import follow_rows
-from flatroll.kernels.slices.links import slot_of
+from flatroll.kernels.slices.links import row_slot
 
 _ANY = 2**62  # entries of a pool whose size is not checked
 
@@ -67,6 +67,7 @@ def locate(
     for i in range(len(places)):
         step = places[i] // num_envs
         env = places[i] - step * num_envs
+
         if step >= stored:
             waiting[0, count] = i
             waiting[1, count] = env * length + step - stored
@@ -89,14 +90,17 @@ def locate(
 
         if low == 0:
             return -1
+
         number = windows[1, low - 1] + env * windows[2, low - 1] + step - windows[0, low - 1]
         if number < head:
             return -1
-        known = slot_of(number, slot_0, capacity)
+
+        known = row_slot(number, slot_0, capacity)
         slots[i] = known
 
     for j in range(count):
         slots[waiting[0, j]] = known
+
     return count
 
 
@@ -143,13 +147,13 @@ def read_steps(
     source = columns[0]
     size = columns[1]
     staged = columns[2]
-
     if wait < count:
         follow = np.empty(count, np.int64)
         patch = np.empty((2, count), np.int64)
         patched = 0
         if len(roots):
             patched = follow_rows(state, capacity, fragments, slots, follow, patch)
+
         found = patch[:, :patched]
         gather_next(source, target, size, capacity, roots, slots, follow, found, pool, _ANY)
 

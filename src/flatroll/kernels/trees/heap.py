@@ -29,8 +29,10 @@ def _sink(heap: Array, rank: Array, number: Array, live: Int) -> None:
         child = 2 * i + 1
         if child + 1 < live and _worse(rank, number, heap[child + 1], heap[child]):
             child += 1
+
         if not _worse(rank, number, heap[child], slot):
             break
+
         heap[i] = heap[child]
         i = child
 
@@ -47,17 +49,18 @@ def make_room(state: Array, heap: Array, rank: Array, number: Array, best: Array
         best: ranks of the new rows, highest first.
     """
     live = state[0]["live"]
+
     # use free slots first, then those of rows that are worse than the best new row without a slot
     room = min(len(best), len(heap) - live)
-
     while room < len(best) and live > 0 and best[room] > rank[heap[0]]:
         live -= 1
         slot = heap[0]
-
         # the worst row's slot becomes the first free one; the slot that was there sinks to its place
         heap[0], heap[live] = heap[live], slot
         _sink(heap, rank, number, live)
+
         number[slot] = gone
+
         room += 1
 
     state[0]["live"] = live
@@ -83,7 +86,8 @@ def push(
         i = live + k
         slot = heap[i]
         used = max(used, slot + 1)  # slots ever used come first
-        rank[slot], number[slot] = ranks[k], numbers[k]
+        rank[slot] = ranks[k]
+        number[slot] = numbers[k]
 
         # up towards the top, past parents that are better
         while i > 0:
@@ -92,9 +96,9 @@ def push(
                 break
             heap[i] = heap[parent]
             i = parent
-
         heap[i] = slot
 
-    state[0]["live"], state[0]["used"] = live + len(ranks), used
+    state[0]["live"] = live + len(ranks)
+    state[0]["used"] = used
     state[0]["written"] += offered
     state[0]["head"] = state[0]["written"] - state[0]["live"]

@@ -29,6 +29,7 @@ def weight(priority: Float, eps: Float, alpha: Float) -> Float:
     """Return ``(priority + eps) ** alpha``; it underflows to 0 only if ``priority + eps`` is 0."""
     base = np.float64(priority) + eps
     value = base**alpha
+
     if base > 0.0 and value < _TINY:
         return _TINY
     return value
@@ -73,25 +74,25 @@ def set_leaves(nodes: Array, levels: Array, slots: Array, weights: Array) -> Non
     """Set the leaves ``slots``; of duplicate slots, the last weight counts."""
     for i in range(len(slots)):
         nodes[levels[0, 0] + slots[i]] = weights[i]
+
     # level by level, refresh the parents of changed nodes; adjacent nodes with a common parent are merged in place
     children = slots.copy()
     count = len(slots)
-
     for k in range(1, len(levels)):
         if levels[k, 1] <= count:  # fewer nodes than changes
             _refresh_from(nodes, levels, k)
+
             return
 
         last = np.int64(-1)
-
         parents = 0
         for i in range(count):
             parent = children[i] // FAN
             if parent != last:
                 _refresh(nodes, levels, k, parent)
-                children[parents] = last = parent
+                last = parent
+                children[parents] = parent
                 parents += 1
-
         count = parents
 
 
@@ -101,7 +102,6 @@ def fill_leaves(nodes: Array, levels: Array, first: Int, count: Int, value: Floa
     low = first
     high = first + count - 1
     nodes[levels[0, 0] + low : levels[0, 0] + high + 1] = value
-
     for k in range(1, len(levels)):
         # parents of the first and the last changed node; all nodes between them are parents of changed nodes as well
         low = low // FAN
@@ -166,7 +166,6 @@ def draw(
     """
     find(nodes, levels, uniform, slots)
     least = nodes[levels[len(levels) - 1, 0] + FAN]
-
     # slots before the head's slot have been written once more than the others
     base = head % capacity
     turn = head // capacity
@@ -190,7 +189,6 @@ def spread(
     """Set entries ``firsts[j] ... lasts[j]`` of ``each`` to ``ratios[j]``; set the ``generation`` of these rows."""
     base = head % capacity
     turn = head // capacity
-
     for j in range(len(ratios)):
         for i in range(firsts[j], lasts[j] + 1):
             each[i] = ratios[j]
@@ -202,6 +200,7 @@ def weigh(
     nodes: Array, levels: Array, slots: Array, priority: Array, drawable: Array, eps: Float, alpha: Float
 ) -> None:
     """Set the leaves ``slots`` to the weights of their ``priority`` (of all slots), 0 where not ``drawable``."""
+
     weights = np.zeros(len(slots))
     for i in range(len(slots)):
         if drawable[slots[i]]:
@@ -240,18 +239,18 @@ def standing(
         value = priority[i]
         if slot == -1:
             continue
+
         if slot < -1 or slot >= min(capacity, written):
             return front, i, -1
         if not 0 <= value <= most:
             return front, -1, i
-
         # generation of the row now in the slot; ``now * capacity + slot`` is its row number
+
         now = turn + (slot < base)
         if now * capacity + slot < written and (len(generation) == 0 or now == generation[i]):
             slots[front] = slot
             priority[front] = value
             front += 1
-
     return front, -1, -1
 
 
@@ -274,18 +273,20 @@ class SumTree:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
+
         # (first entry, nodes) of each level: the leaves, then sums and least weights, up to one node
         count = _whole_nodes(capacity)
         levels = [(0, count)]
-
         size = count
         while count > 1:
             count = _whole_nodes(count) // FAN
             levels.append((size, count))
             size += 2 * _whole_nodes(count)
+
         # the first entry is aligned to a cache line, so that groups of siblings fill whole lines
         memory = np.zeros(size + _LINE // 8)
         skip = -memory.ctypes.data % _LINE // 8
+
         self.nodes: Array = memory[skip : skip + size]
         self.levels: Array = np.array(levels)
         self.nodes[levels[1][0] :].reshape(-1, 2, FAN)[:, 1] = np.inf
@@ -340,6 +341,7 @@ class SumTree:
             raise IndexError(f"slots {places} are not all among the {self.capacity} of the tree")
         if not np.all((values >= 0) & (values < np.inf)):
             raise ValueError(f"weights must be finite numbers of at least 0, got {values}")
+
         set_leaves(self.nodes, self.levels, places, values)
 
     def fill(self, first: int, count: int, value: float) -> None:
@@ -350,6 +352,7 @@ class SumTree:
             )
         if not 0 <= value < np.inf:
             raise ValueError(f"a weight must be a finite number of at least 0, got {value}")
+
         if count:
             fill_leaves(self.nodes, self.levels, first, count, value)
 

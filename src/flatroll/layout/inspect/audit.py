@@ -8,7 +8,7 @@ from itertools import groupby
 from tensordict import TensorDictBase
 from typing_extensions import override
 
-from flatroll.layout.checks import key_names, need_rows, whole_number
+from flatroll.layout.checks import check_key_names, check_rows, check_whole_number
 from flatroll.layout.inspect import rules
 from flatroll.layout.inspect.rules import WHOLE_BATCH, Severity
 from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey, observation_keys
@@ -35,10 +35,7 @@ class Finding:
     severity: Severity = "error"
 
     def __str__(self) -> str:
-        if self.row == WHOLE_BATCH:
-            where = "batch"
-        else:
-            where = f"row {self.row}"
+        where = "batch" if self.row == WHOLE_BATCH else f"row {self.row}"
         doubt = " (suspicious)" if self.severity == "suspicious" else ""
         return f"{where} [{self.rule}]{doubt} {self.text}"
 
@@ -58,25 +55,17 @@ class Findings(list[Finding]):
         lines = []
         for _, group in groupby(self, lambda one: (one.rule, one.severity, _MORE.sub("", one.text))):
             same = list(group)
+            first = same[0]
+            line = str(Finding(first.row, first.rule, _MORE.sub("", first.text), first.severity))
+
             more = _MORE.search(same[-1].text)
+            count = len(same)
             if more:
-                others = int(more[1])
-            else:
-                others = 0
-            count = len(same) + others
-            if count > 3:
-                tail = ", ..."
-            else:
-                tail = ""
-            rows = ", ".join(str(one.row) for one in same[:3]) + tail
-            line = str(Finding(same[0].row, same[0].rule, _MORE.sub("", same[0].text), same[0].severity))
-
-            if count == 1:
-                one = line
-            else:
-                one = f"{count} rows: {rows} {line[line.index('[') :]}"
-            lines.append(one)
-
+                count += int(more[1])
+            if count > 1:
+                rows = ", ".join(str(one.row) for one in same[:3]) + ", ..." * (count > 3)
+                line = f"{count} rows: {rows} {line[line.index('[') :]}"
+            lines.append(line)
         return "\n".join(lines)
 
 
@@ -96,7 +85,7 @@ def audit(batch: TensorDictBase, *, keys: Sequence[NestedKey] | None = None, lim
     | ``step_count``          | up by one along a run, never negative |
     | ``next_step_count``     | one more than ``step_count`` (in n-step rows ``steps_to_next_obs`` more) |
     | ``is_init``             | True at step 0; elsewhere only if every run starts so (slices) |
-    | ``after_done``          | a trajectory does not go on after a done row without ``is_init`` |
+    | ``after_done``          | a trajectory does not continue after a done row without ``is_init`` |
     | ``silent_reset``        | a trajectory does not start again without done |
     | ``traj_id``             | never negative; one (id, step) is one transition, however often sampled |
     | ``traj_id``             | nothing after the step that terminated; no change in mid-trajectory |
@@ -128,9 +117,10 @@ def audit(batch: TensorDictBase, *, keys: Sequence[NestedKey] | None = None, lim
     >>> print(audit(TensorDict({"step_count": steps, "collector": {"traj_ids": ids}}, [3])))
     row 2 [step_count] step_count is not one more than in the row before
     """
-    need_rows(batch, values=True)
-    whole_number("limit", limit)
-    named = None if keys is None else key_names("keys", keys)
+    check_rows(batch, values=True)
+    check_whole_number("limit", limit)
+
+    named = None if keys is None else check_key_names("keys", keys)
     if batch.batch_dims != 1:
         text = (
             f"the batch must have batch size [N], got {list(batch.batch_size)}: join() concatenates the rows"
@@ -154,12 +144,10 @@ def audit(batch: TensorDictBase, *, keys: Sequence[NestedKey] | None = None, lim
     for breach in breaches:
         shown = breach.rows[:limit]
         more = len(breach.rows) - limit
-
         for row in shown:
+            text = breach.text
             if more > 0 and row == shown[-1]:
-                last = f" (and {more} more rows)"
-            else:
-                last = ""
-            findings.append(Finding(row, breach.rule, breach.text + last, breach.severity))
+                text += f" (and {more} more rows)"
+            findings.append(Finding(row, breach.rule, text, breach.severity))
 
     return findings

@@ -4,7 +4,7 @@ import torch
 from tensordict import TensorDictBase
 
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.checks import need_rows
+from flatroll.layout.checks import check_rows
 from flatroll.layout.inspect.text import Text, html_lines, html_table
 from flatroll.layout.keys import (
     DONE,
@@ -36,8 +36,9 @@ def describe(batch: TensorDictBase) -> str:
     next.done    [1]    bool             1      3
     observation  [4]    float32         16     48
     """
-    need_rows(batch, values=True)
+    check_rows(batch, values=True)
     n = batch.batch_size.numel()
+
     total = 0
     rows = []
     for key in batch.keys(True, True, is_leaf=is_entry):
@@ -58,61 +59,60 @@ def describe(batch: TensorDictBase) -> str:
     lines = [head, *_describe_runs(batch)]
     rows.sort()
     html = html_lines(lines) + html_table(rows, columns, numbers=2)
-
     return Text("\n".join([*lines, "", *_table([columns, *rows])]), html)
 
 
 def _describe_runs(batch: TensorDictBase) -> list[str]:
     """Return the lines about runs: their number, ends and lengths."""
+
     if all(batch.get(key, None) is None for key in (IS_INIT, DONE, TRAJ_IDS)):
         return ["no boundary marker, so no runs"]
 
     ends = run_ends(batch)
-    mask = optional_marker(batch, MASK)
-    real = torch.ones_like(ends) if mask is None else mask
+    real = optional_marker(batch, MASK)
+    if real is None:
+        real = torch.ones_like(ends)
     last = (ends & real).reshape(-1)
     if not bool(last.any()):
         return ["0 runs"]
 
-    flags = (optional_marker(batch, key) for key in (DONE, TERMINATED, TRUNCATED))
-    done, terminated, truncated = (
-        torch.zeros_like(last) if flag is None else flag.reshape(-1) for flag in flags
-    )
+    flags = []
+    for key in (DONE, TERMINATED, TRUNCATED):
+        flag = optional_marker(batch, key)
+        if flag is None:
+            flag = torch.zeros_like(last)
+        flags.append(flag.reshape(-1))
+    done, terminated, truncated = flags
     kinds = {
         "terminated": terminated,
         "truncated": truncated & ~terminated,
         "done without either": done & ~terminated & ~truncated,
         "cut": ~(done | terminated | truncated),
     }
-
     counts = [(name, int((last & kind).sum())) for name, kind in kinds.items()]
     shown = ", ".join(f"{count:,} {name}" for name, count in counts if count or name != "done without either")
 
     # Real rows up to and including each run's last one; differences are the runs' lengths.
     real_rows_up_to = real.reshape(-1).cumsum(0)[last]
     lengths = real_rows_up_to.diff(prepend=last.new_zeros(1, dtype=torch.int64)).sort().values
+
     k = len(lengths)
     median = (lengths[(k - 1) // 2] + lengths[k // 2]).item() / 2
 
     known = optional_marker(batch, NEXT_KNOWN)
-    if known is None:
-        lost = torch.zeros_like(last)
-    else:
+    lost = torch.zeros_like(last)
+    if known is not None:
         lost = last & ~known.reshape(-1)
     hidden = int(lost.sum())
     cut_off = int((lost & kinds["truncated"]).sum())
-    unknown = f"{hidden:,} of these ends have no last observation, {cut_off:,} of them truncated"
 
+    lines = [f"{k:,} run{'s' * (k != 1)}: {shown}"]
     if hidden:
-        notes = [unknown]
-    else:
-        notes = []
-
-    return [
-        f"{k:,} run{'s' * (k != 1)}: {shown}",
-        *notes,
-        f"run length: {int(lengths[0]):,} shortest, {median:,g} median, {int(lengths[-1]):,} longest",
-    ]
+        lines.append(f"{hidden:,} of these ends have no last observation, {cut_off:,} of them truncated")
+    lines.append(
+        f"run length: {int(lengths[0]):,} shortest, {median:,g} median, {int(lengths[-1]):,} longest"
+    )
+    return lines
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:

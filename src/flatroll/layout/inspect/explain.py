@@ -4,7 +4,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from flatroll.layout.boundaries import run_ends, run_starts
-from flatroll.layout.checks import need_rows, whole_number
+from flatroll.layout.checks import check_rows, check_whole_number
 from flatroll.layout.inspect.text import Text
 from flatroll.layout.keys import (
     DELTA,
@@ -50,18 +50,18 @@ def explain(batch: TensorDictBase, i: int, *, final: TensorDictBase | None = Non
     The value after it is 0: nothing is bootstrapped.
     Its next observation is unknown: no column, no row and no final holds it.
     """
-    need_rows(batch, values=True)
+    check_rows(batch, values=True)
     if batch.batch_dims != 1:
         raise ValueError(
             f"batch must have batch size [N], got {list(batch.batch_size)}: join() concatenates the rows"
         )
 
     n = batch.shape[0]
-    i = whole_number("i", i, -(2**63))
+    i = check_whole_number("i", i, -(2**63))
     if not -n <= i < n:
         raise IndexError(f"i={i} is not a row: the batch has {n} rows, 0..{n - 1}")
-    row = _Row(batch, i % n)
 
+    row = _Row(batch, i % n)
     return Text("\n".join([row.where(), *row.start(), *row.end(), row.next_observation(final)]))
 
 
@@ -71,6 +71,7 @@ class _Row:
     def __init__(self, batch: TensorDictBase, i: int) -> None:
         self.batch = batch
         self.i = i
+
         # the nearest start up to row i, and the nearest end from it on
         starts = run_starts(batch)
         ends = run_ends(batch)
@@ -112,8 +113,8 @@ class _Row:
             names.append(f"step {step}")
         if self.flag(MASK, i) is False:
             names.append("padding")
-        named = f" ({', '.join(names)})" if names else ""
 
+        named = f" ({', '.join(names)})" if names else ""
         return f"Row {i} of {self.batch.shape[0]}{named}: {place}."
 
     def start(self) -> list[str]:
@@ -134,19 +135,18 @@ class _Row:
         elif step == 0:
             what = "an episode begins here (step 0, though it is not marked is_init)"
         elif step is not None:
-            what = f"it goes on from step {step - 1}, which is not in this batch: its head was cut off"
+            what = f"it continues from step {step - 1}, which is not in this batch: its head was cut off"
         elif is_init is False:
-            what = "it goes on from rows that are not in this batch: its head was cut off"
+            what = "it continues from rows that are not in this batch: its head was cut off"
         else:
             what = "an episode or a window of one begins here"
-
         return [f"It starts the run: {what} ({self._why(i - 1)})."]
 
     def _why(self, i: int) -> str:
         """Return the marker that separates row ``i`` from the next one."""
-        if i in (-1, self.batch.shape[0] - 1):
-            if i < 0:
-                return "first row of the batch"
+        if i < 0:
+            return "first row of the batch"
+        if i == self.batch.shape[0] - 1:
             return "last row of the batch"
 
         before = self.number(TRAJ_IDS, i)
@@ -157,14 +157,13 @@ class _Row:
             f"the trajectory id changes from {before} to {after}": before != after,
             "padding begins or ends": self.flag(MASK, i) != self.flag(MASK, i + 1),
         }
-
         return ", ".join(text for text, holds in marks.items() if holds)
 
     def end(self) -> list[str]:
         """Explain why the run ends at this row, and whether its value is bootstrapped."""
         i = self.i
         if i != self.last:
-            return [f"It is inside the run: returns and advantages go on to row {i + 1}."]
+            return [f"It is inside the run: returns and advantages continue to row {i + 1}."]
 
         done, terminated, truncated = (self.flag(key, i) for key in (DONE, TERMINATED, TRUNCATED))
         bootstrapped = "The value after it is bootstrapped, the trace stops."
@@ -174,12 +173,9 @@ class _Row:
             return [why, unknown]
         if not (done or terminated or truncated):
             return [f"It ends the run: cut here ({self._why(i)}), the episode went on.", bootstrapped]
-        if terminated:
-            if truncated:
-                also = ", and truncated it on the same step: terminated wins"
-            else:
-                also = ""
 
+        if terminated:
+            also = ", and truncated it on the same step: terminated wins" if truncated else ""
             return [
                 f"It ends the run: the env terminated the episode here{also}.",
                 "The value after it is 0: nothing is bootstrapped.",
@@ -187,8 +183,11 @@ class _Row:
 
         if truncated:
             in_slice = self.flag(IS_INIT, self.first) and self.number(STEP_COUNT, self.first)
-            who = ("a time limit, or the end of a sampled slice", "the end of a slice, or a time limit")
-            return [f"It ends the run: truncated here ({who[bool(in_slice)]}).", bootstrapped]
+            who = "a time limit, or the end of a sampled slice"
+            if in_slice:
+                who = "the end of a slice, or a time limit"
+            return [f"It ends the run: truncated here ({who}).", bootstrapped]
+
         if terminated is None:
             return ["It ends the run: done, and no column says whether it terminated.", unknown]
         return ["It ends the run: done, but not terminated.", bootstrapped]
@@ -198,34 +197,30 @@ class _Row:
         i = self.i
         batch = self.batch
         after = f"observation of row {i + 1}"
-        roots = observation_keys(batch)
-
         # If an entry is named "observation", other entries that also exist under "next", such as values, are
         # not observations.
+        roots = observation_keys(batch)
         roots = [key for key in roots if as_tuple(key)[0] == OBSERVATION] or roots
         keys = [key for key in roots if batch.get(next_key(key), None) is not None]
+
         if keys:
             if self.flag(NEXT_KNOWN, i) is False:
                 return f"Its next observation is unknown: the env hides it ({NEXT_KNOWN!r} is False)."
-
             for key in keys:
                 value: Tensor = batch.get(next_key(key))[i]
                 if value.is_floating_point() and bool(value.isnan().any()):
                     return f"Its next observation is unknown: {next_key(key)!r} holds NaN here."
 
-            copy = f", a copy of the {after}" if i != self.last else ""
-            if len(keys) == 1:
-                own = "its own column"
-            else:
-                own = "columns of its own,"
-
+            own = "its own column" if len(keys) == 1 else "columns of its own,"
             columns = ", ".join(repr(next_key(key)) for key in keys)
+            copy = f", a copy of the {after}" if i != self.last else ""
             return f"Its next observation is in {own} {columns}{copy}."
 
         deltas = batch.get(DELTA, None)
         if deltas is not None and (leaves := list(deltas.keys(True, True))):
             dtype = str(deltas.get(leaves[0]).dtype).removeprefix("torch.")
             return f"Its next observation is its observation plus the {dtype} difference in {DELTA!r}."
+
         if i != self.last:
             return f"Its next observation is the {after}."
         if final is None:

@@ -6,26 +6,23 @@ import torch
 from torch import Tensor
 
 
-def kinds_of(columns: Sequence[Tensor]) -> Tensor:
+def number_kinds(columns: Sequence[Tensor]) -> Tensor:
     """Number the rows of columns ``[N, ...]`` so that equal rows have equal numbers, int64 ``[N]``.
 
     Rows are compared bit for bit, so NaN equals NaN.
 
-    >>> kinds_of([torch.tensor([5.0, 6.0, 5.0, 5.0]), torch.tensor([[1], [1], [1], [0]])]).tolist()
+    >>> number_kinds([torch.tensor([5.0, 6.0, 5.0, 5.0]), torch.tensor([[1], [1], [1], [0]])]).tolist()
     [1, 2, 1, 0]
     """
     kinds = torch.zeros(len(columns[0]), dtype=torch.int64, device=columns[0].device)
     for column in columns:
         if not column.numel():
             continue
-
         flat = column.detach().reshape(len(column), -1).contiguous()
         _, number = torch.unique(flat.view(torch.uint8), dim=0, return_inverse=True)
-
         # A pair (number, kinds) as one number; numbered again, so that it stays below N.
         pairs = number + kinds * (int(number.max()) + 1)
         _, kinds = torch.unique(pairs, return_inverse=True)
-
     return kinds
 
 
@@ -36,7 +33,7 @@ def firsts_are_rare(kinds: Tensor, first: Tensor, inner: Tensor) -> bool:
     the answer is True only if no observation repeats.
 
     Args:
-        kinds: numbers that are equal for equal observations, such as those of `kinds_of`, int64 ``[N]``.
+        kinds: numbers that are equal for equal observations, such as those of `number_kinds`, int64 ``[N]``.
         first: the first rows of episodes, bool ``[N]``.
         inner: the other rows that count, bool ``[N]``.
 
@@ -50,11 +47,14 @@ def firsts_are_rare(kinds: Tensor, first: Tensor, inner: Tensor) -> bool:
     inside = kinds[inner]
     like_first = int(torch.isin(inside, starts).sum())
     others = len(torch.unique(inside)) - int(torch.isin(starts, inside).sum())
+
     if not len(inside):  # episodes of one step: their first observations must differ from one another
         count = int(first.sum())
         return count >= _FEW_EPISODES and 2 * len(starts) > count
+
     if len(inside) < _FEW_ROWS:
         return not like_first and others == len(inside)
+
     # Twice the mean number of rows of a first observation, and the mean of another one, compared without division.
     return 2 * like_first * others < (len(inside) - like_first) * len(starts)
 

@@ -13,7 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from flatroll.layout.boundaries import run_ends, starts_from
-from flatroll.layout.inspect.repeats import firsts_are_rare, kinds_of
+from flatroll.layout.inspect.repeats import firsts_are_rare, number_kinds
 from flatroll.layout.keys import (
     ACTION,
     DELTA,
@@ -87,32 +87,35 @@ class UnpaddedRows:
 
         self.batch: TensorDictBase = batch
         self.keys = keys
+
         self.is_init = usable(batch, IS_INIT)
         self.done = usable(batch, DONE)
         self.terminated = usable(batch, TERMINATED)
         self.truncated = usable(batch, TRUNCATED)
         self.ids = usable(batch, TRAJ_IDS)
         self.step = usable(batch, STEP_COUNT)
-        self.said_done = self.done
-        self.steps = _n_steps(batch)
 
+        self.said_done = self.done
+
+        self.steps = _n_steps(batch)
         if self.steps is not None:
             # The flags of n-step rows are those of a later row, except where it is the row itself.
             own = self.steps == 1
-            self.done, self.terminated, self.truncated = (
-                None if flag is None else flag & own for flag in (self.done, self.terminated, self.truncated)
-            )
+            if self.done is not None:
+                self.done = self.done & own
+            if self.terminated is not None:
+                self.terminated = self.terminated & own
+            if self.truncated is not None:
+                self.truncated = self.truncated & own
 
         markers = {IS_INIT: self.is_init, DONE: self.done, TRAJ_IDS: self.ids}
         present = {key: column for key, column in markers.items() if column is not None}
         self.has_marker = bool(present)
-        every = torch.ones_like(self.numbers, dtype=torch.bool)
 
+        every = torch.ones_like(self.numbers, dtype=torch.bool)
+        self.ends = every
         if present:
             self.ends = run_ends(TensorDict(present, batch.batch_size))
-        else:
-            self.ends = every
-
         # Only a slice sampler marks every run's first row; a collector's windows begin anywhere.
         starts = starts_from(self.ends)
         self.in_slices = self.is_init is not None and bool((self.is_init | ~starts).all())
@@ -131,13 +134,13 @@ class UnpaddedRows:
         pairs: list[tuple[NestedKey, Tensor, Tensor]] = []
         if self.steps is not None:
             return pairs
-
         for key in self.keys:
             now = self.batch.get(key, None)
             later = self.batch.get(next_key(key), None)
-            if now is not None and later is not None and (now.shape, now.dtype) == (later.shape, later.dtype):
+            if now is None or later is None:
+                continue
+            if now.shape == later.shape and now.dtype == later.dtype:
                 pairs.append((key, now, later))
-
         return pairs
 
 
@@ -166,12 +169,12 @@ def usable(batch: TensorDictBase, key: NestedKey) -> Tensor | None:
         return None
 
     wants_bool = CONTRACT[key][1] is torch.bool
-    if wants_bool != (column.dtype is torch.bool) or (
-        not wants_bool and (column.is_floating_point() or column.is_complex())
-    ):
+    is_bool = column.dtype is torch.bool
+    is_real = not (column.is_floating_point() or column.is_complex())
+    if wants_bool != is_bool or not is_real:
         return None
-    flat: Tensor = column.reshape(batch.batch_size)
 
+    flat: Tensor = column.reshape(batch.batch_size)
     return flat
 
 
@@ -184,16 +187,15 @@ def shapes_and_dtypes(batch: TensorDictBase, keys: Sequence[NestedKey]) -> Itera
     """Rules ``shape`` and ``dtype``: markers have the documented ones, next observations those of the root entries."""
     n = batch.shape[0]
     wanted = {key: ((n, *tail), dtype) for key, (tail, dtype) in CONTRACT.items()}
-
     for key in keys:
-        if (root := batch.get(key, None)) is not None:
+        root = batch.get(key, None)
+        if root is not None:
             wanted[next_key(key)] = (tuple(root.shape), root.dtype)
 
     for key, (shape, dtype) in wanted.items():
         column = batch.get(key, None)
         if column is None:
             continue
-
         if tuple(column.shape) != shape:
             yield whole("shape", f"{key!r} has shape {tuple(column.shape)}, expected {shape}")
         # Collectors write float32; rewards from a data set's files keep their dtype.
@@ -219,11 +221,9 @@ def done_flags(rows: UnpaddedRows) -> Iterator[Breach]:
     """``done``, ``done_without_reason``: done is terminated or truncated."""
     if rows.done is None:
         return
-
     for name, flag in (("terminated", rows.terminated), ("truncated", rows.truncated)):
         if flag is not None:
             yield rows.breach("done", flag & ~rows.done, f"{name} is True but done is False")
-
     if rows.terminated is not None and rows.truncated is not None:
         text = "done is True but neither terminated nor truncated is"
         yield rows.breach("done_without_reason", rows.done & ~rows.terminated & ~rows.truncated, text)
@@ -241,9 +241,12 @@ def step_counts(rows: UnpaddedRows) -> Iterator[Breach]:
 
     next_step = usable(rows.batch, next_key(STEP_COUNT))
     if next_step is not None:
-        more = 1 if rows.steps is None else rows.steps
-        steps = 1 if rows.steps is None else STEPS_TO_NEXT_OBS
-        text = f"('next', 'step_count') is not step_count + {steps}"
+        more: int | Tensor = 1
+        said = "1"
+        if rows.steps is not None:
+            more = rows.steps
+            said = STEPS_TO_NEXT_OBS
+        text = f"('next', 'step_count') is not step_count + {said}"
         yield rows.breach("next_step_count", next_step != rows.step + more, text)
 
 
@@ -280,7 +283,6 @@ def after_done(rows: UnpaddedRows) -> Iterator[Breach]:
         candidate &= rows.step[1:] == rows.step[:-1] + 1
     else:
         severity = "suspicious"
-
     yield rows.breach(
         "after_done", candidate, "the row before is done, but is_init is False", shift=1, severity=severity
     )
@@ -299,13 +301,13 @@ def silent_resets(rows: UnpaddedRows) -> Iterator[Breach]:
     again = rows.is_init[1:] & ~rows.said_done[:-1] & (rows.ids[1:] == rows.ids[:-1])
     if rows.step is not None:
         again &= (rows.step[1:] == 0) | ((rows.step[1:] == rows.step[:-1] + 1) & rows.in_slices)
-    text = "is_init in the trajectory of the row before, which is not done: a reset that nothing announced"
-    if not rows.in_slices:
-        yield rows.breach("silent_reset", again, text, shift=1, severity="error")
-        return
 
-    text += " (or two slices sampled with truncated_key=None)"
-    yield rows.breach("silent_reset", again, text, shift=1, severity="suspicious")
+    text = "is_init in the trajectory of the row before, which is not done: a reset that nothing announced"
+    severity: Severity = "error"
+    if rows.in_slices:
+        text += " (or two slices sampled with truncated_key=None)"
+        severity = "suspicious"
+    yield rows.breach("silent_reset", again, text, shift=1, severity=severity)
 
 
 def trajectory_ids(rows: UnpaddedRows) -> Iterator[Breach]:
@@ -331,25 +333,25 @@ def trajectory_ids(rows: UnpaddedRows) -> Iterator[Breach]:
     one_id = rows.ids[before] == rows.ids[after]
     twin = one_id & (rows.step[before] == rows.step[after])
     differs = torch.zeros_like(twin)
-
     for key in {ACTION, *rows.keys}:
-        if isinstance(column := rows.batch.get(key, None), Tensor):
+        column = rows.batch.get(key, None)
+        if isinstance(column, Tensor):
             differs |= ~same(column[before], column[after])
 
     text = (
         "an earlier row has this id and step_count and is another transition: the id names two trajectories"
     )
-
     # ``after`` holds row numbers in sorted order, so index_fill marks the rows in their original order
     other = torch.zeros_like(rows.ends).index_fill(0, after[twin & differs], True)
     yield rows.breach("traj_id", other, text)
+
     if rows.terminated is not None:
         # a later step of an id whose earlier step terminated
         late = one_id & (rows.step[before] < rows.step[after]) & rows.terminated[before]
         over = torch.zeros_like(rows.ends).index_fill(0, after[late], True)
         yield rows.breach("traj_id", over, "this trajectory terminated at an earlier step")
 
-    yield rows.breach("traj_id", _id_changes(rows), "the id changes, but the trajectory goes on", shift=1)
+    yield rows.breach("traj_id", _id_changes(rows), "the id changes, but the trajectory continues", shift=1)
 
 
 def _id_changes(rows: UnpaddedRows) -> Tensor:
@@ -377,7 +379,7 @@ def next_observations(rows: UnpaddedRows) -> Iterator[Breach]:
     for key, now, later in rows.pairs():
         # within a run, the next observation of row i differs from the observation of row i + 1
         differs = ~rows.ends[:-1] & ~same(later[:-1], now[1:])
-        text = f"{next_key(key)!r} is not {key!r} of the row after, though the run goes on"
+        text = f"{next_key(key)!r} is not {key!r} of the row after, though the run continues"
         yield rows.breach("next_observation", differs, text)
 
 
@@ -392,7 +394,6 @@ def not_numbers(rows: UnpaddedRows) -> Iterator[Breach]:
     deltas = rows.batch.get(DELTA, None)
     if deltas is None:
         return
-
     for key in deltas.keys(True, True):
         delta = deltas.get(key)
         name = (*DELTA, *as_tuple(key))
@@ -416,19 +417,19 @@ def reset_as_next(rows: UnpaddedRows) -> Iterator[Breach]:
     ended = rows.done[:-1].clone()
     if rows.is_init is not None:
         ended &= rows.is_init[1:]
+
     # A slice may be followed by the slice that continues it: its first observation is then correctly the next one.
     if rows.step is not None:
         ended &= rows.step[1:] == 0
-    elif rows.ids is not None:
-        ended &= rows.ids[1:] != rows.ids[:-1]
+    else:
+        ended &= rows.ids[1:] != rows.ids[:-1]  # type: ignore[index]
+
     # ... with the next observation of row i, which is another than that of row i
     fresh = ended.clone()
     moves = torch.zeros_like(fresh)
-
     for _, now, later in pairs:
         fresh &= same(later[:-1], now[1:])
         moves |= ~same(now[1:], now[:-1])
-
     fresh &= moves
     if not bool(fresh.any()) or 2 * int(fresh.sum()) < int(ended.sum()):
         return
@@ -437,7 +438,7 @@ def reset_as_next(rows: UnpaddedRows) -> Iterator[Breach]:
     first[1:] = ended
     if rows.is_init is not None:
         first |= rows.is_init
-    if firsts_are_rare(kinds_of([now for _, now, _ in pairs]), first, ~first):
+    if firsts_are_rare(number_kinds([now for _, now, _ in pairs]), first, ~first):
         text = "the next observation of this ended row is the first one of the next episode: a reset observation?"
         yield rows.breach("reset_as_next", fresh, text, severity="suspicious")
 
@@ -451,7 +452,6 @@ def jumps_to_reset(rows: UnpaddedRows) -> Iterator[Breach]:
     """
     if rows.is_init is None or bool(rows.is_init.all()):
         return
-
     for key in rows.keys:
         column = rows.batch.get(key, None)
         if column is None or not column.is_floating_point() or len(rows.numbers) < 2 or not column.numel():
@@ -465,9 +465,8 @@ def jumps_to_reset(rows: UnpaddedRows) -> Iterator[Breach]:
         if not bool(moving.any()):
             continue
 
-        kinds = kinds_of([column])
+        kinds = number_kinds([column])
         start_like = inner & torch.isin(kinds[1:], kinds[rows.is_init])
-
         # large moves within a run to an observation that some first row has
         leaps = start_like & (move > 2 * move[moving].median())
         if not bool(leaps.any()) or 2 * int(leaps.sum()) < int(start_like.sum()):
@@ -489,9 +488,8 @@ def one_length(rows: UnpaddedRows) -> Iterator[Breach]:
 
     # terminated rows' steps are the lengths of their episodes
     lengths = rows.step[rows.terminated] + 1
-    if rows.ids is None:
-        episodes = len(lengths)
-    else:
+    episodes = len(lengths)
+    if rows.ids is not None:
         episodes = len(torch.unique(rows.ids[rows.terminated]))
 
     if episodes >= 5 and bool((lengths == lengths[0]).all()) and int(lengths[0]) > 1:

@@ -23,9 +23,8 @@ class Text(str):
     def __new__(cls, text: str, html: str | None = None) -> Self:
         made = super().__new__(cls, text)
         if html is None:
-            made.html = html_lines(text.split("\n"))
-        else:
-            made.html = html
+            html = html_lines(text.split("\n"))
+        made.html = html
         return made
 
     def _repr_html_(self) -> str:
@@ -60,17 +59,14 @@ class Facts:
         return {name: repr(value) for name, value in values.items() if value is not None}
 
     def __repr__(self) -> str:
-        facts = self._facts().items()
-        return f"{type(self).__name__}({', '.join(f'{name}={value}' if name else f'{value}' for name, value in facts)})"
+        facts = [f"{name}={value}" if name else f"{value}" for name, value in self._facts().items()]
+        return f"{type(self).__name__}({', '.join(facts)})"
 
     def _repr_html_(self) -> str:
         facts = {name: str(value) for name, value in self._facts().items()}
+        head = type(self).__name__
         if "" in facts:
-            own = [facts.pop("")]
-        else:
-            own = []
-        head = ": ".join([type(self).__name__, *own])
-
+            head += ": " + facts.pop("")
         return html_lines([head], "b") + html_table([(name.replace("_", " "), facts[name]) for name in facts])
 
 
@@ -87,10 +83,7 @@ def html_table(rows: Sequence[Sequence[str]], head: Sequence[str] = (), numbers:
         pairs = zip(cells, sides, strict=True)
         return "".join(f'<{tag} style="text-align:{side}">{escape(cell)}</{tag}>' for cell, side in pairs)
 
+    body = [line(row, "td") for row in rows]
     if head:
-        first = [line(head, "th")]
-    else:
-        first = []
-    body = [*first, *(line(row, "td") for row in rows)]
-
+        body.insert(0, line(head, "th"))
     return "<table>" + "".join(f"<tr>{cells}</tr>" for cells in body) + "</table>"

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDictBase
 
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.checks import expect, need_keys, need_rows, whole_number
+from flatroll.layout.checks import check_keys, check_rows, check_type, check_whole_number
 from flatroll.layout.keys import (
     DONE,
     IS_INIT,
@@ -111,10 +111,11 @@ def plan_drawing(
     Raises:
         ValueError: ``max_runs`` is below 1, or there are no rows.
     """
-    whole_number("max_runs", max_runs)
+    check_whole_number("max_runs", max_runs)
     if title is not None:
-        expect("title", title, str, "a string or None")
-    need_rows(batch, values=True)
+        check_type("title", title, str, "a string or None")
+    check_rows(batch, values=True)
+
     runs, rows = find_runs(batch)
     if not len(runs.first):
         raise ValueError("batch has no rows to draw")
@@ -124,12 +125,7 @@ def plan_drawing(
         count = len(runs.first)
         title = f"{int(runs.length.sum()):,} rows in {count:,} run{'s' * (count != 1)}"
         if max_runs < count:
-            limit = f", the first {max_runs:,} shown"
-        else:
-            limit = ""
-
-        title += limit
-
+            title += f", the first {max_runs:,} shown"
     return shown, lay_out(shown), rows, title
 
 
@@ -150,24 +146,28 @@ def find_runs(batch: TensorDictBase) -> tuple[RunTable, Ints]:
         rows = np.arange(batch.batch_size.numel())
     else:
         rows = np.flatnonzero(to_numpy(mask))
-    last = np.flatnonzero(to_numpy(run_ends(batch))[rows])
 
+    last = np.flatnonzero(to_numpy(run_ends(batch))[rows])
     # each run begins one row after the last row of the run before
     first = np.concatenate([[0], last[:-1] + 1]).astype(np.int64)[: len(last)]
+
     step = np.zeros(0, np.int64)
     begins = np.ones(len(first), np.bool_)
     is_init = optional_marker(batch, IS_INIT)
-
     if batch.get(STEP_COUNT, None) is not None:
         step = to_numpy(flat_column(batch.get(STEP_COUNT), batch, STEP_COUNT))[rows][first]
         begins = step == 0
     elif is_init is not None:
         begins = to_numpy(is_init)[rows][first]
 
-    flags = (optional_marker(batch, key) for key in (TERMINATED, TRUNCATED, DONE))
-    terminated, truncated, done = (
-        np.zeros(len(last), bool) if flag is None else to_numpy(flag)[rows][last] for flag in flags
-    )
+    flags = []
+    for key in (TERMINATED, TRUNCATED, DONE):
+        flag = optional_marker(batch, key)
+        if flag is None:
+            flags.append(np.zeros(len(last), bool))
+        else:
+            flags.append(to_numpy(flag)[rows][last])
+    terminated, truncated, done = flags
 
     # Done without a reason is drawn as truncated, because consumers bootstrap there. The first true condition counts.
     end = np.select([terminated, truncated | done], [TERMINATES, TRUNCATES], IS_CUT)
@@ -237,8 +237,8 @@ def _end_to_end(runs: RunTable) -> Placement:
     # a run has a piece in each line from that of its first row to that of its last row
     start = runs.first - runs.first[0]
     pieces = (start + runs.length - 1) // width - start // width + 1
-    run = np.repeat(np.arange(len(start)), pieces)
 
+    run = np.repeat(np.arange(len(start)), pieces)
     # number of the piece within its run: its own number minus that of the run's first piece
     nth = np.arange(len(run)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     # a piece spans from the start of its line or of its run to the end of the line or of the run, whichever
@@ -246,11 +246,11 @@ def _end_to_end(runs: RunTable) -> Placement:
     lane = start[run] // width + nth
     left = np.maximum(start[run], lane * width)
     right = np.minimum(start[run] + runs.length[run], (lane + 1) * width)
+
     count = -(-total // width)  # rounded up
     skipped = left - start[run]
     x = left - lane * width
     heads = np.arange(count) * width
-
     return Placement(
         count, run, skipped, lane, x, right - left, "row within the line", heads, continuous=True
     )
@@ -259,7 +259,8 @@ def _end_to_end(runs: RunTable) -> Placement:
 def _draw_frame(ax: "Axes", placed: Placement, rows: Ints, title: str) -> None:
     right = int((placed.x + placed.width).max())
     left = int(placed.x.min())
-    left = 0 if 2 * left < right else left
+    if 2 * left < right:
+        left = 0
     margin = 0.012 * (right - left)
     ax.set_xlim(left - margin, right + margin)
     ax.set_ylim(placed.count - 0.4, -0.6)
@@ -272,6 +273,7 @@ def _draw_frame(ax: "Axes", placed: Placement, rows: Ints, title: str) -> None:
     ax.tick_params(length=0, labelsize=8, labelcolor=MUTED)
     ax.grid(axis="x", color="#eef1f4", linewidth=0.8)
     ax.set_axisbelow(True)
+
     for lane in range(placed.count):  # a faint track that leads the eye from a short ribbon to its number
         ax.axhspan(lane - HALF, lane + HALF, color=TRACK, linewidth=0, zorder=0)
     for spine in ax.spines.values():
@@ -285,15 +287,13 @@ def colour_values(
     """Return name and values of the colour column: floats for a colour bar, integers for a tint per trajectory."""
     if key is None:
         return "", None
-
-    need_keys(color_by=key)
+    check_keys(color_by=key)
     column = require(batch, key)
     if column.numel() != batch.batch_size.numel():
         raise ValueError(
             f"color_by={key!r} must have one value per row, got shape {tuple(column.shape)} in a batch of "
             f"{tuple(batch.batch_size)}"
         )
-
     values = to_numpy(column)[rows]
     if as_tuple(key)[-1] == TRAJ_IDS[-1]:
         return "", np.unique(values, return_inverse=True)[1]
@@ -316,11 +316,11 @@ def _draw_ribbons(
         bar.ax.tick_params(length=0, labelsize=8, labelcolor=MUTED)
         bar.set_label(name, color=MUTED, fontsize=8.5)
         return
-
     if values is not None:
         faces = [TINTS[k % len(TINTS)] for k in values[runs.first][placed.run]]
     else:
-        faces = [RIBBONS[k % 2 if placed.continuous else 0] for k in placed.run]
+        colours = 2 if placed.continuous else 1
+        faces = [RIBBONS[k % colours] for k in placed.run]
 
     boxes = _boxes(placed.x, placed.width, placed.lane)
     ax.add_collection(PolyCollection(boxes, facecolors=faces, linewidths=0))
@@ -345,38 +345,22 @@ def _draw_marks(ax: "Axes", placed: Placement, runs: RunTable) -> None:
     ribbon = min(2 * HALF * lane_points, 13.0)
     left = placed.at(every, np.zeros_like(every))
     right = placed.at(every, runs.length - 1)
-
     for kind, (name, style) in enumerate(MARKS):
         starts = kind in (BEGINS, RESUMES)
-        if starts:
-            kinds = runs.begin
-        else:
-            kinds = runs.end
-        chosen = kinds == kind
+        edges = runs.begin if starts else runs.end
+        chosen = edges == kind
         if not chosen.any():
             continue
 
         x, lane = left if starts else right
+        edge = -0.5 if starts else 0.5
         side = max(ribbon * SIDE[kind], 2.5)
-
         # Inside the run and flush with its edge, so that marks of neighbours do not cover each other.
-        if kind == BEGINS:
-            inward = 0.0
-        else:
-            if starts:
-                side_shift = 0.5
-            else:
-                side_shift = -0.5
-            inward = side_shift * (side + 2.0)
-
+        inward = 0.0 if kind == BEGINS else -edge * (side + 2.0)
         moved = ax.transData + ScaledTranslation(inward / 72, 0, ax.figure.dpi_scale_trans)
-        if starts:
-            edge_shift = -0.5
-        else:
-            edge_shift = 0.5
-        edge = x[chosen] + edge_shift
+
         label = f"{name} ({chosen.sum():,})"
-        ax.scatter(edge, lane[chosen], s=side**2, label=label, zorder=3, transform=moved, **style)
+        ax.scatter(x[chosen] + edge, lane[chosen], s=side**2, label=label, zorder=3, transform=moved, **style)
 
     legend = ax.legend(
         loc="lower left",
@@ -390,7 +374,6 @@ def _draw_marks(ax: "Axes", placed: Placement, runs: RunTable) -> None:
         borderaxespad=0.2,
         borderpad=0.2,
     )
-
     for handle in legend.legend_handles:
         if handle is not None:
             handle.set_sizes([36.0])  # type: ignore[attr-defined]

@@ -94,6 +94,7 @@ def timeline_svg(
     """
     runs, placed, rows, title = plan_drawing(batch, max_runs, title)
     name, values = colour_values(batch, rows, color_by)
+
     pitch = min(22.0, max(12.0, 560 / placed.count))  # height of a lane
     height = TOP + placed.count * pitch + BOTTOM
     picture = _Picture(runs, placed, rows, pitch)
@@ -137,16 +138,13 @@ class _Picture:
         self.rows = rows
         self.pitch = pitch
         self.thick = 0.68 * pitch
+
         right = int((placed.x + placed.width).max())
         left = int(placed.x.min())
-
         # the step or row at the left edge
-        if 2 * left < right:
-            self.first = 0
-        else:
-            self.first = left
-
+        self.first = 0 if 2 * left < right else left
         self.last = right
+
         self.scale = (WIDTH - LEFT - RIGHT) / (right - self.first)
 
     def x(self, at: npt.NDArray[Any] | float) -> Any:
@@ -161,20 +159,15 @@ class _Picture:
         """Return the legend: each mark that occurs, its name and its count."""
         lines = []
         x = float(LEFT)
-
         for kind, (name, _) in enumerate(MARKS):
             count = int((self.runs.begin == kind).sum() + (self.runs.end == kind).sum())
             if count:
                 label = f"{name} ({count:,})"
                 shift = 3 if kind in (BEGINS, RESUMES) else 10
-                if kind == BEGINS:
-                    height = 27
-                else:
-                    height = 32
-                lines.append(self._mark_path(kind, f"M{x + shift:g} {height}", 10))
+                y = 27 if kind == BEGINS else 32
+                lines.append(self._mark_path(kind, f"M{x + shift:g} {y}", 10))
                 lines.append(f'<text x="{x + 15:g}" y="36">{label}</text>')
                 x += 32 + 6.2 * len(label)
-
         return lines
 
     def axes(self, height: float) -> list[str]:
@@ -186,12 +179,13 @@ class _Picture:
             f'<text x="{LEFT - 6}" y="{self.y(lane) + 4:g}">{self.rows[placed.heads[lane]]:,}</text>'
             for lane in range(0, placed.count, every)
         )
+
         span = self.last - self.first
         power = 10.0 ** np.floor(np.log10(max(span / 6, 1)))
         tick = max(1, int(next(k * power for k in (1, 2, 5, 10) if k * power >= span / 6)))
         ticks = range(-(-self.first // tick) * tick, self.last + 1, tick)
-        steps = "".join(f'<text x="{self.x(at):g}" y="{height - 20:g}">{at:,}</text>' for at in ticks)
 
+        steps = "".join(f'<text x="{self.x(at):g}" y="{height - 20:g}">{at:,}</text>' for at in ticks)
         return [
             f'<path d="{tracks}" stroke="{MUTED}" stroke-opacity=".13" stroke-width="{self.thick:g}"/>',
             f'<g fill="{MUTED}" text-anchor="end">{numbers}<text x="{LEFT - 6}" y="{TOP - 4}">first row</text></g>',
@@ -210,27 +204,26 @@ class _Picture:
         note: list[str] = []
 
         if name and values is not None:
-            colours = SCALE
-            shade, note = self._shades(name, values)
-            piece, place, row = placed.rows(runs)
-
             # adjacent rows of one piece and one shade form one stroke
+            piece, place, row = placed.rows(runs)
+            shade, note = self._shades(name, values)
             shades = shade[row]
-            heads = np.flatnonzero(
-                np.diff(piece, prepend=-1).astype(bool) | np.diff(shades, prepend=-1).astype(bool)
-            )
+            new_piece = np.diff(piece, prepend=-1).astype(bool)
+            new_shade = np.diff(shades, prepend=-1).astype(bool)
+            heads = np.flatnonzero(new_piece | new_shade)
+
+            colours = SCALE
+            colour = shades[heads]
             x = (placed.x[piece] + place)[heads]
             lane = placed.lane[piece[heads]]
-            colour = shades[heads]
             width = np.diff(heads, append=len(piece))
         elif values is not None:
             colour = values[runs.first][placed.run] % len(TINTS)
         else:
             colours = PLAIN
-            if placed.continuous:
-                colour = placed.run % 2
-            else:
-                colour = np.zeros_like(placed.run)
+            colour = placed.run % 2
+            if not placed.continuous:
+                colour = np.zeros_like(colour)
 
         lines = []
         for number in np.unique(colour):
@@ -241,25 +234,28 @@ class _Picture:
                 self.x((x + width)[chosen]).tolist(),
                 strict=True,
             )
-
             path = "".join(f"M{start:g} {y:g}H{stop:g}" for start, y, stop in strokes)
             lines.append(f'<path d="{path}" stroke="{colours[number]}" stroke-width="{self.thick:g}"/>')
-
         return lines + note
 
     def _shades(self, name: str, values: npt.NDArray[Any]) -> tuple[Ints, list[str]]:
         """The shade of each real row, and the scale at the upper right; NaN has the lowest shade."""
         finite = values[np.isfinite(values)]
-        low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 0.0)
+        low = 0.0
+        high = 0.0
+        if len(finite):
+            low = float(finite.min())
+            high = float(finite.max())
         parts = np.nan_to_num((values - low) / ((high - low) or 1.0), nan=0.0, posinf=1.0, neginf=0.0)
         shade = np.minimum((parts * len(SCALE)).astype(np.int64), len(SCALE) - 1)
+
         highest = f"{high:.4g}"
         x = WIDTH - RIGHT - 14 * len(SCALE) - 6.5 * len(highest) - 6
         boxes = "".join(
             f'<rect x="{x + 14 * k:g}" y="8" width="14" height="10" fill="{c}"/>' for k, c in enumerate(SCALE)
         )
-        label = f'<text x="{x - 6:g}" y="17" text-anchor="end">{escape(name)} {low:.4g}</text>'
 
+        label = f'<text x="{x - 6:g}" y="17" text-anchor="end">{escape(name)} {low:.4g}</text>'
         return shade, [
             boxes,
             label,
@@ -276,33 +272,26 @@ class _Picture:
         lines = []
         for kind in range(len(MARKS)):
             starts = kind in (BEGINS, RESUMES)
-            if starts:
-                kinds = runs.begin
-            else:
-                kinds = runs.end
-            chosen = kinds == kind
-            if chosen.any():
-                at, lane = left if starts else right
-                if starts:
-                    x_shift = -0.5
-                else:
-                    x_shift = 0.5
-                x = self.x(at[chosen] + x_shift)
+            edges = runs.begin if starts else runs.end
+            chosen = edges == kind
+            if not chosen.any():
+                continue
 
-                # the line of a beginning goes down from the upper edge of the ribbon
-                if kind == BEGINS:
-                    y_shift = self.thick / 2
-                else:
-                    y_shift = 0
-                y = self.y(lane[chosen]) - y_shift
-                points = (f"M{a:g} {b:.1f}" for a, b in zip(x.tolist(), y.tolist(), strict=True))
-                lines.append(self._mark_path(kind, points, self.thick))
-
+            at, lane = left if starts else right
+            side = -0.5 if starts else 0.5
+            x = self.x(at[chosen] + side)
+            y = self.y(lane[chosen])
+            if kind == BEGINS:
+                y -= self.thick / 2  # the line of a beginning goes down from the upper edge of the ribbon
+            points = [f"M{a:g} {b:.1f}" for a, b in zip(x.tolist(), y.tolist(), strict=True)]
+            lines.append(self._mark_path(kind, points, self.thick))
         return lines
 
     def _mark_path(self, kind: int, points: str | Iterable[str], height: float) -> str:
         mark = MARK_PATHS[kind].replace("{h}", f"{height:g}")
-        path = "".join(point + mark for point in ([points] if isinstance(points, str) else points))
+        if isinstance(points, str):
+            points = [points]
+        path = "".join(point + mark for point in points)
         return f'<path d="{path}" {MARK_STYLES[kind]}/>'
 
     def tooltips(self, trajectories: Ints | None) -> list[str]:
@@ -310,12 +299,11 @@ class _Picture:
         runs = self.runs
         placed = self.placed
         first_piece = np.searchsorted(placed.run, np.arange(len(runs.first) + 1)).tolist()
-        x, y, end = (
-            column.tolist()
-            for column in (self.x(placed.x), self.y(placed.lane), self.x(placed.x + placed.width))
-        )
-        lines = [f'<g stroke="#000" stroke-opacity="0" stroke-width="{self.thick:g}">']
+        x = self.x(placed.x).tolist()
+        y = self.y(placed.lane).tolist()
+        end = self.x(placed.x + placed.width).tolist()
 
+        lines = [f'<g stroke="#000" stroke-opacity="0" stroke-width="{self.thick:g}">']
         for run in range(len(runs.first)):
             pieces = range(first_piece[run], first_piece[run + 1])
             path = "".join(f"M{x[k]:g} {y[k]:g}H{end[k]:g}" for k in pieces)

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from flatroll.layout.checks import one_of
+from flatroll.layout.checks import check_choice
 from flatroll.modules.backends.packing import DENSE_STEPS, Backend, RunIndex, States, packed, padded
 from flatroll.modules.backends.scan import scanned, scanned_by_row
 from flatroll.modules.backends.triton_scan import on_device
@@ -65,7 +65,7 @@ def check_backend(name: str, net: nn.RNNBase) -> None:
         ValueError: the backend is unknown, or cannot run this kind of network.
         ImportError: it is ``"triton"``, which is not installed.
     """
-    one_of("recurrent_backend", name, (*BACKENDS, *BY_ROW))
+    check_choice("recurrent_backend", name, (*BACKENDS, *BY_ROW))
     if name in ("scan", "triton") and net.bidirectional:
         raise ValueError(f"recurrent_backend={name!r} does not support bidirectional networks: use 'packed'")
     if name in ("packed", "pad") and not isinstance(net, (nn.GRU, nn.LSTM)):

@@ -111,7 +111,7 @@ def dense(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) -> tup
     return out.reshape(rows.shape[0], -1), finals
 
 
-class Stretch(NamedTuple):
+class PackedSteps(NamedTuple):
     """Some consecutive steps of a packed batch that go to the network in one call."""
 
     steps: int
@@ -120,15 +120,15 @@ class Stretch(NamedTuple):
     dense: bool  # whether all steps have the same runs
 
 
-def pieces(batch_sizes: Tensor) -> list[Stretch]:
+def pieces(batch_sizes: Tensor) -> list[PackedSteps]:
     """Split a packed batch into dense stretches and packed calls of limited size.
 
     At most one entry is visited per distinct run length, of which N rows have fewer than sqrt(2 N).
 
     >>> pieces(torch.tensor([3, 2] + [1] * 10))
-    [Stretch(steps=2, rows=5, width=3, dense=False), Stretch(steps=10, rows=10, width=1, dense=True)]
+    [PackedSteps(steps=2, rows=5, width=3, dense=False), PackedSteps(steps=10, rows=10, width=1, dense=True)]
     """
-    cut: list[Stretch] = []
+    cut: list[PackedSteps] = []
     steps = 0
     rows = 0
     width = 0
@@ -137,11 +137,11 @@ def pieces(batch_sizes: Tensor) -> list[Stretch]:
     for size, count in zip(sizes.tolist(), counts.tolist(), strict=True):
         stretch = count >= DENSE_STEPS
         if steps and (stretch or rows >= PACKED_ROWS):
-            cut.append(Stretch(steps, rows, width, dense=False))
+            cut.append(PackedSteps(steps, rows, width, dense=False))
             steps = 0
             rows = 0
         if stretch:
-            cut.append(Stretch(count, size * count, size, dense=True))
+            cut.append(PackedSteps(count, size * count, size, dense=True))
             continue
 
         if not steps:
@@ -150,7 +150,7 @@ def pieces(batch_sizes: Tensor) -> list[Stretch]:
         rows = rows + size * count
 
     if steps:
-        cut.append(Stretch(steps, rows, width, dense=False))
+        cut.append(PackedSteps(steps, rows, width, dense=False))
     return cut
 
 

@@ -21,13 +21,13 @@ from flatroll.rollouts.workers.transport import (
     WINDOW,
     WITHOUT_END,
     Job,
+    LocalWindow,
     Note,
     Ready,
-    Rows,
     RowsElsewhere,
     Wake,
 )
-from flatroll.rollouts.workers.worker import Signals, WindowMaker, columns_of
+from flatroll.rollouts.workers.worker import Signals, WindowMaker, as_columns
 from flatroll.sharing.block import BlockColumn, dtype_name
 from flatroll.sharing.ray_calls import Calls, Packed, attempt, pack_batches, put_named, unpack_batches
 from flatroll.sharing.worker import Failure, WorkerDied
@@ -153,7 +153,7 @@ class CollectorActor:
 
         if batch.get(POLICY_VERSION, None) is not None:
             batch[POLICY_VERSION] = torch.tensor(versions)[batch[POLICY_VERSION]]
-        tables = [columns_of(table) for table in (batch, collector.final) if table is not None]
+        tables = [as_columns(table) for table in (batch, collector.final) if table is not None]
         return _answer(note._replace(rows=len(batch), shape=tuple(batch.shape)), tables)
 
     def cut(self, window: int) -> None:
@@ -476,7 +476,7 @@ class Actor:
             return READY, answer
 
         number, _, reference = self.under_way[0]
-        window: Rows | None = None
+        window: LocalWindow | None = None
         if answer.has_rows:
             actors.check_store(answer.nbytes, self._job.sync)
             if actors.by_reference:
@@ -487,7 +487,7 @@ class Actor:
                     for table in self._get(reference)
                     if table is not None
                 ]
-                window = Rows(tables, answer.note)
+                window = LocalWindow(tables, answer.note)
 
         self.under_way.popleft()
         self.is_ready = False

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from flatroll.layout.checks import whole_number, writer_number
+from flatroll.layout.checks import check_whole_number, check_writer_number
 from flatroll.rollouts.arguments import check_counts, check_together
 from flatroll.rollouts.collector import Collector
 
@@ -104,7 +104,7 @@ def check_options(options: dict[str, Any], buffer: Any, writer: Any, last_writer
     ids = options.get("track_traj_ids", True)
     check_together(ids, counts["trajs_per_batch"], bool(options.get("split_trajs")), buffer is not None, None)
     for number in (writer, last_writer):
-        writer_number(number)
+        check_writer_number(number)
     if not ids and writer:
         raise ValueError(f"writer={writer} needs track_traj_ids=True: it is a part of the trajectory ids")
 
@@ -117,7 +117,7 @@ def one_for_each(
     if num_workers is None:
         count = None
     else:
-        count = whole_number(name, num_workers)
+        count = check_whole_number(name, num_workers)
 
     if not isinstance(functions, (list, tuple)):
         functions = [functions] * (count or 1)
@@ -158,7 +158,7 @@ def policy_here(policy: Any, factories: Sequence[Any], update_at_each_batch: boo
     return policy
 
 
-def seeds_of(seed: int | None) -> np.random.SeedSequence:
+def make_seeds(seed: int | None) -> np.random.SeedSequence:
     """Return the seed sequence; worker i uses child i, each replacement the next one."""
     if seed is not None and (isinstance(seed, bool) or not hasattr(seed, "__index__") or seed < 0):
         raise ValueError(f"seed must be an integer of at least 0, or None, got {seed!r}")

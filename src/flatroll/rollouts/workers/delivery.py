@@ -30,7 +30,6 @@ class Delivery:
         self._storing = storing
         self._wait = wait
         self._stack = stack
-
         #: Next observations that no row of the last batch holds, see `Collector`; None if a buffer has taken them.
         self.final: TensorDict | None = None
         self._columns: dict[Any, Any] = {}  # columns of the first batch, see _join_tables
@@ -47,35 +46,29 @@ class Delivery:
             padded=len(notes[0].shape) > 1,
             owned=filled[0].window.owned,
         )
-
         shape = (
             sum(note.shape[0] for note in notes),
             *map(max, zip(*(n.shape[1:] for n in notes), strict=True)),
         )
         final: TensorDict | None = None
-
         finals = []
         first = 0
         for (_, window, _), note in zip(filled, notes, strict=True):
             if len(window.tables) > 1:
                 finals.append({**window.tables[1], "row": window.tables[1]["row"] + first})
             first += note.rows
-
         if finals:
             last = _join_tables(finals, names, self._finals, owned=filled[0].window.owned)
             final = nest(last, len(last["row"]))
-
         if self._stack:
             steps = (len(filled), shape[0] // len(filled))
             columns = {key: column.view(*steps, *column.shape[1:]) for key, column in columns.items()}
             shape = (*steps, *shape[1:])
         batch = nest(columns, *shape)
-
         if self._storing is not None:
             batch = batch.to(self._storing, non_blocking=not self._wait)
             if final is not None:
                 final = final.to(self._storing, non_blocking=not self._wait)
-
         self.final = final
         for _, window, _ in filled:
             window.release()
@@ -99,33 +92,24 @@ class Delivery:
             return True
         if not getattr(self._buffer, "copies_rows", False):
             return False
-
         columns, *finals = window.tables
         if finals:
             final = {"final": nest(finals[0], len(finals[0]["row"]))}
         else:
             final = {}
-
         try:
             self._buffer.extend(nest(columns, *window.note.shape), **final)
         except (KeyError, TypeError, ValueError) as error:
             error.add_note(f"in the rows of {member.link.name}")
             raise
-
         return True
 
     def hand_over(self, batch: TensorDict) -> TensorDict | None:
         """Return the batch, or None if the buffer takes it."""
         if self._buffer is None:
             return batch
-
-        if self.final is None:
-            options = {}
-        else:
-            options = {"final": self.final}
-        self._buffer.extend(batch, **options)
+        self._buffer.extend(batch, **({} if self.final is None else {"final": self.final}))
         self.final = None
-
         return None
 
 
@@ -162,7 +146,6 @@ def _join_tables(
                     f"{_form(agreed.get(key))}, of {name} {_form(given.get(key))}: use envs with the same "
                     "spaces"
                 )
-
     made = {}
     for key in tables[0]:
         parts = [table[key] for table in tables]
@@ -173,9 +156,7 @@ def _join_tables(
                 torch.nn.functional.pad(part, (0, 0) * (part.ndim - 2) + (0, longest - part.shape[1]))
                 for part in parts
             ]
-
         made[key] = torch.cat(parts) if len(parts) > 1 else parts[0] if owned else parts[0].clone()
-
     return made
 
 
@@ -205,22 +186,18 @@ class Tally:
         self.windows += 1
         self.rows += note.rows
         self.held, self.waited = note.held, note.waited
-
         if note.versions is not None:
             oldest, mean, newest = note.versions
             least = version - newest
             most = version - oldest
-
             if self.lag_least is None:
                 self.lag_least = least
             else:
                 self.lag_least = min(self.lag_least, least)
-
             if self.lag_most is None:
                 self.lag_most = most
             else:
                 self.lag_most = max(self.lag_most, most)
-
             self.lag_sum += version - mean
             self.lag_count += 1
 

@@ -11,14 +11,14 @@ from time import monotonic
 from typing import NamedTuple
 
 from flatroll.rollouts.workers.team import Event, Member, Team
-from flatroll.rollouts.workers.transport import WITHOUT_END, Wake, Window
+from flatroll.rollouts.workers.transport import WITHOUT_END, Wake, WorkerWindow
 
 
 class Filled(NamedTuple):
     """A window, the member that made it, and the rows it has collected since its last window."""
 
     member: Member
-    window: Window
+    window: WorkerWindow
     fresh: int
 
 
@@ -65,7 +65,7 @@ class Ask:
     member: Member
     rows: int
     answered: bool = False
-    window: Window | None = None
+    window: WorkerWindow | None = None
     fresh: int = 0
 
 

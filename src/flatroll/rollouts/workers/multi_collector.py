@@ -14,14 +14,14 @@ from torch import nn
 from flatroll.layout.checks import warn_of_scales
 from flatroll.layout.inspect.text import Facts
 from flatroll.rollouts.arguments import usable_device
-from flatroll.rollouts.policies import refuse_hidden_weights, state_of
+from flatroll.rollouts.policies import as_state, refuse_hidden_weights
 from flatroll.rollouts.workers.arguments import (
     Modes,
     check_modes,
     check_options,
+    make_seeds,
     one_for_each,
     policy_here,
-    seeds_of,
 )
 from flatroll.rollouts.workers.delivery import Delivery
 from flatroll.rollouts.workers.gather import Gatherer, InStep, InTurn, shares
@@ -176,7 +176,7 @@ class MultiCollector(Facts):
 
         made_there = transport is not None and transport.makes_policies
         policy = policy_here(policy, factories, update_at_each_batch, made_there)
-        seeds = seeds_of(seed)
+        seeds = make_seeds(seed)
 
         self.num_workers = count
         self.frames_per_batch = frames_per_batch
@@ -378,7 +378,7 @@ class MultiCollector(Facts):
         """Publish weights as the next version; without weights only increment the version."""
         with self._supply.lock:
             if isinstance(given, nn.Module | Mapping | TensorDictBase):
-                weights = state_of(given)
+                weights = as_state(given)
             else:
                 weights = {}
             self._transport.publish(weights)

@@ -6,8 +6,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from flatroll.layout.checks import whole_number
-from flatroll.rollouts.policies import copy_weights, state_of
+from flatroll.layout.checks import check_whole_number
+from flatroll.rollouts.policies import as_state, copy_weights
 from flatroll.rollouts.workers.actors import Actors
 from flatroll.rollouts.workers.arguments import one_for_each
 from flatroll.rollouts.workers.multi_collector import MultiCollector, OnFailure
@@ -118,9 +118,9 @@ class RayCollector(MultiCollector):
             create_env_fn, None, num_collectors, arguments.get("splits", 1), "num_collectors"
         )
         count = len(functions)
-        workers = whole_number("workers_per_actor", workers_per_actor)
+        workers = check_whole_number("workers_per_actor", workers_per_actor)
         configs = actor_options(remote_configs, count, workers)
-        whole_number("max_in_flight", max_in_flight)
+        check_whole_number("max_in_flight", max_in_flight)
 
         for name, parts in (("frames_per_batch", frames_per_batch), ("trajs_per_batch", trajs_per_batch)):
             if sync and workers > 1 and parts is not None and parts < count * workers:
@@ -216,12 +216,12 @@ class RayCollector(MultiCollector):
         if self._made_there:
             if policy_or_weights is None:
                 raise TypeError("pass the weights: the policy is created in the actors, by policy_factory")
-            self._publish(state_of(policy_or_weights))
+            self._publish(as_state(policy_or_weights))
             return
 
         if policy_or_weights not in (None, self.policy) and isinstance(self.policy, nn.Module):
             own = self.policy.state_dict()
-            for name, value in state_of(policy_or_weights).items():  # check all before copying any
+            for name, value in as_state(policy_or_weights).items():  # check all before copying any
                 if name in own and own[name].shape != value.shape:
                     raise ValueError(
                         f"weight {name!r} was shared as {dtype_name(own[name])} {list(own[name].shape)}, got "

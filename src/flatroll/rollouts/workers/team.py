@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from flatroll.layout.checks import writer_number
-from flatroll.rollouts.workers.transport import END, READY, Job, Link, Note, Transport, Wake, Window
+from flatroll.layout.checks import check_writer_number
+from flatroll.rollouts.workers.transport import END, READY, Job, Link, Note, Transport, Wake, WorkerWindow
 from flatroll.sharing.worker import WorkerDied, WorkerTraceback
 
 _LOG = logging.getLogger("flatroll.rollouts")
@@ -104,7 +104,7 @@ class Event:
 
     member: Member
     note: Note | None = None
-    window: Window | None = None
+    window: WorkerWindow | None = None
     fresh: int = 0  # rows collected since its last message
     lost: bool = False
     successor: Member | None = None
@@ -183,7 +183,7 @@ class Team:
             raise
 
     def _start(self, place: int) -> Member:
-        writer = writer_number(self.next_writer) if self._writers else 0
+        writer = check_writer_number(self.next_writer) if self._writers else 0
         self.next_writer += self._writers
         (child,) = self._seed_sequence.spawn(1)
         self.seeds[place] = int(child.generate_state(1)[0] >> 1)
@@ -230,12 +230,12 @@ class Team:
 
     def _listen(self, waiting: Sequence[Member], seconds: float | None, wake: Wake | None = None) -> None:
         """Read messages, waiting once if there are none."""
-        if not self.hear(waiting):
+        if not self.drain(waiting):
             began = monotonic()
             with self._interrupts.allow():
                 self.transport.wait([member.link for member in waiting], seconds, wake)
             self.waited += monotonic() - began
-            self.hear(waiting)
+            self.drain(waiting)
 
         # An unread message, for example after Ctrl-C in a wait, was in time, however long ago it arrived.
         here = {event.member for event in self.arrived}
@@ -281,7 +281,7 @@ class Team:
 
         link.kill()
 
-    def hear(self, members: Sequence[Member]) -> bool:
+    def drain(self, members: Sequence[Member]) -> bool:
         """Read all messages of these members, then their failures; return whether there were any."""
         heard = False
         for member in members:

@@ -91,7 +91,7 @@ class Note(NamedTuple):
     versions: tuple[int, float, int] | None
 
 
-class Window(Protocol):
+class WorkerWindow(Protocol):
     """A received window of rows.
 
     Attributes:
@@ -112,7 +112,7 @@ class Window(Protocol):
 
 
 @dataclass
-class Rows:
+class LocalWindow:
     """A window in this process's memory."""
 
     tables: list[dict[Any, Tensor]]
@@ -128,7 +128,7 @@ class Rows:
 
 
 @dataclass
-class RowsElsewhere(Rows):
+class RowsElsewhere(LocalWindow):
     """A window whose rows a buffer in another process fetches by ``reference``."""
 
     reference: Any = field(kw_only=True)

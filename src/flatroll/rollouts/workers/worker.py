@@ -120,7 +120,7 @@ class WindowMaker:
             rows = before
         note = note._replace(rows=rows, shape=tuple(batch.shape))
 
-        return note, [columns_of(table) for table in (batch, collector.final) if table is not None]
+        return note, [as_columns(table) for table in (batch, collector.final) if table is not None]
 
 
 class Signals:
@@ -255,7 +255,7 @@ class RowCount:
         return self.postproc(batch)
 
 
-def columns_of(table: Any) -> Mapping[Any, Tensor]:
+def as_columns(table: Any) -> Mapping[Any, Tensor]:
     """Return the columns by key; TypeError if there are none, or one is not a tensor."""
     if not isinstance(table, TensorDictBase) or not table.batch_dims:
         raise TypeError(

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import interpreters
 import pytest
 import torch
 from tensordict import TensorDict
@@ -47,7 +48,7 @@ def make(folder: Path, sampler: Any = None, **options: Any) -> ReplayBuffer:
 
 def test_a_killed_writer(tmp_path: Path) -> None:
     """All rows that it said were flushed are there, and whole."""
-    process = subprocess.Popen(
+    process = interpreters.Interpreter(
         [sys.executable, "-c", WRITER, str(tmp_path)],
         stdout=subprocess.PIPE,
         text=True,
