@@ -37,7 +37,7 @@ class NumberSpec(TensorSpec):
     def _set_up(self, shape: Shape, device: Device, dtype: torch.dtype, domain: str | None) -> None:
         """Initialise and set the class of the domain: the given one, the class's own, or the dtype's."""
         if domain is None or (isinstance(domain, str) and not domain):
-            domain = self._own_domain or _domain_of(dtype)
+            domain = self._own_domain or _usual_domain(dtype)
         TensorSpec.__init__(self, shape, None, device, dtype, check_choice("domain", domain, self._by_domain))
 
         if self._own_domain is None:
@@ -50,7 +50,7 @@ class NumberSpec(TensorSpec):
 
     @override
     def _with_dtype(self, dtype: torch.dtype) -> Self:
-        new = self._copy_with(dtype=dtype, domain=_domain_of(dtype))
+        new = self._copy_with(dtype=dtype, domain=_usual_domain(dtype))
         new.__class__ = self._by_domain[new.domain]
         return new
 
@@ -344,7 +344,7 @@ class UnboundedDiscrete(Unbounded):
     _default_dtype = torch.int64
 
 
-def _domain_of(dtype: torch.dtype) -> str:
+def _usual_domain(dtype: torch.dtype) -> str:
     """The domain of a dtype's numbers."""
     if is_whole(dtype):
         return "discrete"
