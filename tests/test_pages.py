@@ -1,7 +1,6 @@
 """What pages say of the sources stays true: quoted messages, versions, arguments."""
 
 import ast
-import functools
 import re
 import runpy
 from functools import cache
@@ -62,7 +61,7 @@ def test_the_functions_on_a_way_are_there(page: str) -> None:
         assert set(name.split(".")) <= names_defined_in(file), f"{file} has no {name}"
 
 
-@functools.cache
+@cache
 def names_defined_in(file: str) -> set[str | None]:
     tree = ast.parse((ROOT / "src" / "flatroll" / f"{file}.py").read_text())
     return {getattr(node, "name", None) for node in ast.walk(tree)}

@@ -5,16 +5,14 @@ functions, which have a column of their own.
 """
 
 import ast
-import io
 import sys
-import tokenize
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from benchmarks.measure.timing import table
 from benchmarks.shape.imports import PACKAGE, ROOMS, ROOT, files_of
-from benchmarks.shape.sizes import LAYOUT_TOKENS, docstring_lines, sizes_of
+from benchmarks.shape.sizes import docstring_lines, sizes_of
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 BRANCHES = (
@@ -85,17 +83,11 @@ def complexity(function: ast.AST) -> int:
 
 def density_of(file: Path) -> Density:
     """Count one file."""
+    sizes = sizes_of(file)
     source = file.read_text()
     lines = source.splitlines()
     nodes = list(ast.walk(ast.parse(source)))
     documented = {line for node in nodes for line in docstring_lines(node)}
-
-    tokens = 0
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        outside_code = token.type == tokenize.COMMENT or token.type in LAYOUT_TOKENS
-        is_docstring = token.type == tokenize.STRING and token.start[0] in documented
-        if not outside_code and not is_docstring:
-            tokens += 1
 
     functions = [node for node in nodes if isinstance(node, FUNCTIONS)]
     in_functions: set[int] = set()
@@ -104,8 +96,8 @@ def density_of(file: Path) -> Density:
     blank = [line for line in in_functions - documented if not lines[line - 1].strip()]
 
     return Density(
-        code_lines=sizes_of(file).code,
-        tokens=tokens,
+        code_lines=sizes.code,
+        tokens=sizes.tokens,
         parallel_assignments=sum(map(is_parallel, nodes)),
         conditional_expressions=sum(isinstance(node, ast.IfExp) for node in nodes),
         blank_lines_in_functions=len(blank),

@@ -20,10 +20,11 @@ LAYOUT_TOKENS = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT
 
 @dataclass(frozen=True)
 class Sizes:
-    """The line counts of one file; ``longest_function`` excludes docstrings."""
+    """What is counted in one file; ``tokens`` and ``longest_function`` exclude docstrings."""
 
     lines: int
     code: int
+    tokens: int
     comments: int
     functions: int
     longest_function: int
@@ -42,16 +43,21 @@ def sizes_of(file: Path) -> Sizes:
     source = file.read_text()
     nodes = list(ast.walk(ast.parse(source)))
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    documented = {line for node in nodes for line in docstring_lines(node)}
     code: set[int] = set()
     comments: set[int] = set()
+    tokens = 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             comments.add(token.start[0])
         elif token.type not in LAYOUT_TOKENS:
             code.update(range(token.start[0], token.end[0] + 1))
-    code -= {line for node in nodes for line in docstring_lines(node)}
+            tokens += not (token.type == tokenize.STRING and token.start[0] in documented)
+    code -= documented
     lengths = [(f.end_lineno or f.lineno) - f.lineno + 1 - len(docstring_lines(f)) for f in functions]
-    return Sizes(source.count("\n"), len(code), len(comments), len(functions), max(lengths, default=0))
+    return Sizes(
+        source.count("\n"), len(code), tokens, len(comments), len(functions), max(lengths, default=0)
+    )
 
 
 def main(root: Path = ROOT) -> None:

@@ -179,9 +179,13 @@ def set_subreaper(on: bool) -> None:
 
 
 def fork_interpreter(
-    program: Program, environment: dict[str, str], folder: str, descriptors: dict[int, int],
-    new_session: bool, name: str = "flatroll",
-) -> int:  # fmt: skip
+    program: Program,
+    environment: dict[str, str],
+    folder: str,
+    descriptors: dict[int, int],
+    new_session: bool,
+    name: str = "flatroll",
+) -> int:
     """Let a server fork; ``descriptors`` has the number in the program of each descriptor of this process."""
     request = Request(program, os.getpid(), folder, environment, list(descriptors), new_session)
     return server(name).fork(request, list(descriptors.values()))

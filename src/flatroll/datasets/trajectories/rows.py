@@ -2,12 +2,13 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from flatroll.buffers.columns.column import RowForm
 from flatroll.layout import run_starts
 from flatroll.layout.checks import check_iterable
 from flatroll.layout.keys import NEXT, NestedKey, as_tuple
@@ -25,9 +26,6 @@ _ENDS = ("dones", "terminations", "truncations")
 #: Fields that may also have a value after the last step, of the observation to bootstrap from.
 _VALUES = ("prev_values",)
 _FACTS = ("max_episode_length", "model_weights_id")
-
-
-RowForm: TypeAlias = Mapping[NestedKey, tuple[torch.dtype, torch.Size]]
 
 
 class TrajectoryRecord(NamedTuple):

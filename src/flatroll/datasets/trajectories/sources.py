@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from flatroll.buffers.columns.column import RowForm
 from flatroll.datasets.trajectories.rlinf_folder import RlinfFolder
 from flatroll.datasets.trajectories.rows import (
     DONE,
@@ -15,7 +16,6 @@ from flatroll.datasets.trajectories.rows import (
     LEFT,
     MOST_NUMBERS,
     PLACE,
-    RowForm,
     TrajectoryRecord,
     check_marks,
     check_numbers,

@@ -138,6 +138,12 @@ class RunTable(NamedTuple):
     begin: Ints  # BEGINS or RESUMES
     end: Ints  # TERMINATES, TRUNCATES or IS_CUT
 
+    def with_mark(self, kind: int) -> npt.NDArray[np.bool_]:
+        """Return which runs have this mark at their beginning or end, bool ``[R]``."""
+        edges = self.begin if kind in (BEGINS, RESUMES) else self.end
+        marked: npt.NDArray[np.bool_] = edges == kind
+        return marked
+
 
 def find_runs(batch: TensorDictBase) -> tuple[RunTable, Ints]:
     """Return the runs of the rows that are not padding, and the numbers of these rows."""
@@ -347,8 +353,7 @@ def _draw_marks(ax: "Axes", placed: Placement, runs: RunTable) -> None:
     right = placed.at(every, runs.length - 1)
     for kind, (name, style) in enumerate(MARKS):
         starts = kind in (BEGINS, RESUMES)
-        edges = runs.begin if starts else runs.end
-        chosen = edges == kind
+        chosen = runs.with_mark(kind)
         if not chosen.any():
             continue
 

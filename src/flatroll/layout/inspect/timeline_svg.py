@@ -272,8 +272,7 @@ class _Picture:
         lines = []
         for kind in range(len(MARKS)):
             starts = kind in (BEGINS, RESUMES)
-            edges = runs.begin if starts else runs.end
-            chosen = edges == kind
+            chosen = runs.with_mark(kind)
             if not chosen.any():
                 continue
 
