@@ -7,7 +7,7 @@ columns, :func:`get_entry` 0.3 µs of 1.3 to 2.4, and a plain module's call 60 t
 a small network takes a millisecond.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any, cast
@@ -45,17 +45,17 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _GLOBAL_HOOKS = tuple(getattr(torch_module, f"_global{name}", {}) for name in _HOOKS)
 # The attributes of a module that only calls its function, or its parts in turn. With a version of tensordict
 # that renames them, no module counts as plain, and all are called.
-_PLAIN_MODULE: dict[str, Any] = {
+PLAIN_MODULE: dict[str, Any] = {
     "_kwargs": None,
     "method": None,
     "method_kwargs": {},
     "_get_kwargs": {},
     "inplace": True,
 }
-_PLAIN_SEQUENCE: dict[str, Any] = {"partial_tolerant": False, "inplace": None}
-_SELECTING_NOTHING = _PLAIN_SEQUENCE | {"_select_before_return": False}
-_PLAIN_ACTOR: dict[str, Any] = {"partial_tolerant": False, "return_composite": False}
-_SAMPLING_ACTOR: dict[str, Any] = {"inplace": None, "_requires_sample": True}
+PLAIN_SEQUENCE: dict[str, Any] = {"partial_tolerant": False, "inplace": None}
+_SELECTING_NOTHING = PLAIN_SEQUENCE | {"_select_before_return": False}
+PLAIN_ACTOR: dict[str, Any] = {"partial_tolerant": False, "return_composite": False}
+SAMPLING_ACTOR: dict[str, Any] = {"inplace": None, "_requires_sample": True}
 
 
 def nest(
@@ -153,8 +153,7 @@ def plain_attributes(network: object, kind: type, plain: Mapping[str, Any]) -> d
     if own_kind is not kind and not (kind is ProbabilisticTensorDictSequential and _has_same_call(own_kind)):
         return None
 
-    # only tensordict's own call skips existing entries, runs hooks and compiles
-    if not USES_PRIVATES or _read_mode(_SKIPS, skip_existing):
+    if calls_do_more():
         return None
 
     own = network.__dict__
@@ -167,8 +166,9 @@ def plain_attributes(network: object, kind: type, plain: Mapping[str, Any]) -> d
         return None
 
     # network.compile() sets _compiled_call_impl
-    if any(_GLOBAL_HOOKS) or own.get("_compiled_call_impl") is not None:
+    if own.get("_compiled_call_impl") is not None:
         return None
+
     if torch.compiler.is_compiling():  # torch.compile cannot compare dict views
         if all(name in own and own[name] == value for name, value in plain.items()):
             return own
@@ -177,6 +177,16 @@ def plain_attributes(network: object, kind: type, plain: Mapping[str, Any]) -> d
     if plain.items() <= own.items():
         return own
     return None
+
+
+def calls_do_more() -> bool:
+    """Return whether any module's call does more than call its ``forward``: skips existing entries, runs hooks."""
+    return not USES_PRIVATES or bool(_read_mode(_SKIPS, skip_existing)) or any(_GLOBAL_HOOKS)
+
+
+def hooks_of(own: Mapping[str, Any]) -> list[Mapping[Any, Any]]:
+    """Return the tables of hooks of a module with these attributes."""
+    return [own[name] for name in _HOOKS]
 
 
 @cache
@@ -197,6 +207,12 @@ def _read_mode(holder: Any, public: Callable[[], Any]) -> Any:
     if hasattr(holder, "_mode"):
         return holder._mode
     return public()
+
+
+def interaction_kind() -> InteractionType | None:
+    """Return tensordict's interaction type; None if no block sets one."""
+    kind: InteractionType | None = _read_mode(_TYPE, interaction_type)
+    return kind
 
 
 def exchange_interaction_type(kind: InteractionType | None) -> InteractionType | None:
@@ -236,7 +252,7 @@ def call_network(network: TensorDictModuleBase, batch: TensorDictBase) -> Tensor
         out: TensorDictBase = network(batch)
         return out
 
-    for part in _parts(own):
+    for part in parts_of(own).values():
         batch = call_network(part, batch)
     return batch
 
@@ -246,13 +262,13 @@ def call_policy(policy: Any, batch: TensorDictBase) -> Any:
 
     Actors that write log-probabilities also write what their actions are made of, see :func:`find_base_keys`.
     """
-    own = plain_attributes(policy, TensorDictSequential, _PLAIN_SEQUENCE)
+    own = plain_attributes(policy, TensorDictSequential, PLAIN_SEQUENCE)
     if own is not None:
-        for part in _parts(own):
+        for part in parts_of(own).values():
             batch = call_network(part, batch)
         return batch
 
-    if plain_attributes(policy, ProbabilisticTensorDictSequential, _SAMPLING_ACTOR) is not None:
+    if plain_attributes(policy, ProbabilisticTensorDictSequential, SAMPLING_ACTOR) is not None:
         ready = prepare_sampling(policy, batch)
         if ready is not None:
             sampler, batch, _ = ready
@@ -262,10 +278,10 @@ def call_policy(policy: Any, batch: TensorDictBase) -> Any:
 
 def find_base_keys(policy: Any) -> list[NestedKey]:
     """Return the keys under which :func:`call_policy` may store base samples."""
-    if plain_attributes(policy, ProbabilisticTensorDictSequential, _SAMPLING_ACTOR | _PLAIN_ACTOR) is None:
+    if plain_attributes(policy, ProbabilisticTensorDictSequential, SAMPLING_ACTOR | PLAIN_ACTOR) is None:
         return []
 
-    sampler = _parts(policy.__dict__)[-1]
+    sampler = list(parts_of(policy.__dict__).values())[-1]
     if not isinstance(sampler, ProbabilisticTensorDictModule) or not keeps_base(sampler):
         return []
     action_keys: list[Any] = sampler.dist_sample_keys
@@ -274,14 +290,14 @@ def find_base_keys(policy: Any) -> list[NestedKey]:
 
 def keeps_base(sampler: ProbabilisticTensorDictModule) -> bool:
     """Return whether a tensordict or TorchRL sampler writes log-probabilities of possibly transformed samples."""
-    if not sampler.return_log_prob or not _samples_once(sampler):
+    if not sampler.return_log_prob or not samples_once(sampler):
         return False
     dist: Any = sampler.distribution_class  # a class, or a function that makes anything
     layered = (TransformedDistribution, Independent, CompositeDistribution)
     return not isinstance(dist, type) or issubclass(dist, layered)
 
 
-def _samples_once(sampler: ProbabilisticTensorDictModule) -> bool:
+def samples_once(sampler: ProbabilisticTensorDictModule) -> bool:
     """Return whether a sampler is tensordict's or TorchRL's and draws one sample from torch's default generators."""
     kind = type(sampler)
     own = sampler.__dict__
@@ -296,8 +312,8 @@ def _samples_once(sampler: ProbabilisticTensorDictModule) -> bool:
 
 def _sample(sampler: ProbabilisticTensorDictModule, batch: TensorDictBase) -> TensorDictBase:
     """Do what the sampler does, in a third of the time; also keep the base samples, from before the transforms."""
-    kind = _read_mode(_TYPE, interaction_type) or sampler.default_interaction_type
-    if kind is InteractionType.RANDOM and _samples_once(sampler):
+    kind = interaction_kind() or sampler.default_interaction_type
+    if kind is InteractionType.RANDOM and samples_once(sampler):
         parts = components(build_distribution(sampler, batch))
         action_keys: list[Any] = sampler.dist_sample_keys
         same_names = None in parts or list(parts) == action_keys
@@ -374,17 +390,17 @@ def prepare_sampling(
         the last part; the batch, or its copy; and all that the last part reads, by key, where that was not written
         there, else nothing. None, and nothing has run, if the actor is another one.
     """
-    own = plain_attributes(actor, ProbabilisticTensorDictSequential, _PLAIN_ACTOR)
+    own = plain_attributes(actor, ProbabilisticTensorDictSequential, PLAIN_ACTOR)
     if own is None:
         return None
 
-    *parts, last = _parts(own)
+    *parts, last = parts_of(own).values()
     sampling = (ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential)
     if not isinstance(last, ProbabilisticTensorDictModule) or any(isinstance(x, sampling) for x in parts):
         return None
 
     # parts may query the interaction type: that of the enclosing block, else the last part's default
-    before = _read_mode(_TYPE, interaction_type)
+    before = interaction_kind()
     exchange_interaction_type(before or last.default_interaction_type)
     try:
         if readers is not None:
@@ -395,7 +411,7 @@ def prepare_sampling(
             alone = all(key in made for key in last.in_keys)
             for reader in readers:  # a reader that is not a plain function may read any entry
                 read: Any = reader.in_keys
-                alone = alone and plain_attributes(reader, TensorDictModule, _PLAIN_MODULE) is not None
+                alone = alone and plain_attributes(reader, TensorDictModule, PLAIN_MODULE) is not None
                 alone = alone and not any((key if isinstance(key, str) else key[0]) in roots for key in read)
 
             if made and alone:
@@ -431,8 +447,7 @@ def call_for(network: TensorDictModuleBase, batch: TensorDictBase, key: NestedKe
 
 def _call_function(network: TensorDictModuleBase, batch: TensorDictBase) -> dict[NestedKey, Any] | None:
     """Call the network's function and return its outputs by key; None, without a call, if it does more than that."""
-    own = plain_attributes(network, TensorDictModule, _PLAIN_MODULE)
-    if own is None:
+    if plain_attributes(network, TensorDictModule, PLAIN_MODULE) is None:
         return None
 
     inputs = []
@@ -443,7 +458,13 @@ def _call_function(network: TensorDictModuleBase, batch: TensorDictBase) -> dict
             return None
         inputs.append(column)
 
+    return call_function_of(network, inputs)
+
+
+def call_function_of(network: TensorDictModuleBase, inputs: Sequence[Tensor]) -> dict[NestedKey, Any]:
+    """Call the function of a plain module; return its outputs by key."""
     # looking up network.module would take longer than everything else here
+    own = network.__dict__
     function = own["module"] if "module" in own else own["_modules"]["module"]
     try:
         out = function(*inputs)
@@ -470,7 +491,8 @@ def _call_function(network: TensorDictModuleBase, batch: TensorDictBase) -> dict
     return outputs
 
 
-def _parts(own: Mapping[str, Any]) -> list[TensorDictModuleBase]:
+def parts_of(own: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parts of a sequence with these attributes, which are in a ModuleList or a ModuleDict."""
     parts: Any = own["_modules"]["module"]
-    return list(parts._modules.values())
+    held: dict[str, Any] = parts._modules
+    return held

@@ -1,6 +1,7 @@
 """Distributions of actions, with one log-probability ``[*B]`` per action of any shape."""
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 import torch
@@ -27,6 +28,7 @@ from flatroll.layout.checks import (
     check_sizes,
     check_whole_number,
 )
+from flatroll.layout.sampling import Drawn, draw_options, drew_all
 
 #: log sqrt(2 pi), a constant of the normal density.
 _HALF_LOG_2_PI = 0.5 * math.log(2.0 * math.pi)
@@ -74,18 +76,32 @@ class JointCategorical(Distribution):
             )
 
         _check_choices(nvec, shape, start)
-        most = max(nvec)
-        parts = logits.split_with_sizes(nvec, -1)
-        # Choices with fewer options are padded with the lowest logit, of probability 0.
-        lowest = torch.finfo(logits.dtype).min
-        wide = [F.pad(part, (0, most - part.shape[-1]), value=lowest) for part in parts]
-        self.choices = Categorical(logits=torch.stack(wide, -2), validate_args=False)  # [*B, choices, most]
+        self.choices = Categorical(logits=_stack_choices(logits, nvec), validate_args=False)
 
         self.logits = logits
         if not isinstance(start, int):
             start = start.to(logits.device)
         self._start = start
         super().__init__(logits.shape[:-1], torch.Size(shape), validate_args=False)
+
+    @classmethod
+    def drawer(
+        cls, *, nvec: tuple[int, ...], shape: tuple[int, ...] = (), start: Tensor | int = 0
+    ) -> Callable[..., Drawn]:
+        """Return a function that draws from logits without a distribution: see `flatroll.layout.column_actor`."""
+
+        def draw_from(logits: Tensor) -> Drawn:
+            log_probs = _stack_choices(logits, nvec).log_softmax(-1)  # [E, choices, most]
+            rows = len(log_probs)
+            choice = draw_options(log_probs.reshape(-1, log_probs.shape[-1]))
+            options = choice.reshape(rows, len(nvec))
+
+            log_prob = log_probs.gather(-1, options.unsqueeze(-1)).squeeze(-1).sum(-1)
+            if not drew_all(log_prob):
+                return None
+            return (options + start).reshape(rows, *shape), log_prob, None
+
+        return draw_from
 
     @property
     def mode(self) -> Tensor:
@@ -116,6 +132,19 @@ class JointCategorical(Distribution):
 
     def _action(self, options: Tensor) -> Tensor:
         return (options + self._start).reshape(*options.shape[:-1], *self.event_shape)
+
+
+def _stack_choices(logits: Tensor, nvec: tuple[int, ...]) -> Tensor:
+    """Return the logits of all choices ``[*B, sum(nvec)]`` as ``[*B, choices, most options]``."""
+    if len(nvec) == 1:
+        return logits.unsqueeze(-2)
+
+    most = max(nvec)
+    parts = logits.split_with_sizes(nvec, -1)
+    # Choices with fewer options are padded with the lowest logit, of probability 0.
+    lowest = torch.finfo(logits.dtype).min
+    wide = [F.pad(part, (0, most - part.shape[-1]), value=lowest) for part in parts]
+    return torch.stack(wide, -2)
 
 
 class CombinedCategorical(Distribution):
@@ -162,6 +191,25 @@ class CombinedCategorical(Distribution):
             start = start.to(logits.device)
         self._start = start
         super().__init__(logits.shape[:-1], torch.Size(shape), validate_args=False)
+
+    @classmethod
+    def drawer(
+        cls, *, nvec: tuple[int, ...], shape: tuple[int, ...] | None = None, start: Tensor | int = 0
+    ) -> Callable[..., Drawn]:
+        """Return a function that draws from logits without a distribution: see `flatroll.layout.column_actor`."""
+        own = (len(nvec),) if shape is None else shape
+
+        def draw_from(logits: Tensor) -> Drawn:
+            log_probs = logits.log_softmax(-1)
+            choice = draw_options(log_probs)
+            log_prob = log_probs.gather(-1, choice).squeeze(-1)
+            if not drew_all(log_prob):
+                return None
+
+            options = torch.stack(torch.unravel_index(choice.squeeze(-1), nvec), -1)
+            return (options + start).reshape(len(logits), *own), log_prob, None
+
+        return draw_from
 
     @property
     def mode(self) -> Tensor:
@@ -246,6 +294,24 @@ class JointBernoulli(Independent):  # type: ignore[type-arg]  # at run time it t
         flags = Bernoulli(logits=logits.reshape(*logits.shape[:-1], *shape), validate_args=False)
         super().__init__(flags, len(shape), validate_args=False)
 
+    @classmethod
+    def drawer(cls, *, shape: tuple[int, ...] | None = None) -> Callable[..., Drawn]:
+        """Return a function that draws from logits without a distribution: see `flatroll.layout.column_actor`."""
+
+        def draw_from(logits: Tensor) -> Drawn:
+            scores = logits
+            if shape is not None:
+                scores = logits.reshape(len(logits), *shape)
+
+            probabilities = scores.sigmoid()
+            if not probabilities.is_cpu or not math.isfinite(float(probabilities.sum())):
+                return None  # the distribution says what is wrong
+            flags = probabilities.bernoulli()
+            log_prob = -F.binary_cross_entropy_with_logits(scores, flags, reduction="none")
+            return flags.to(torch.int8), log_prob.sum(tuple(range(1, scores.ndim))), None
+
+        return draw_from
+
     @property
     def mode(self) -> Tensor:
         """The more probable value of each flag."""
@@ -289,18 +355,34 @@ class Gaussian(Independent):  # type: ignore[type-arg]
     def rsample_and_log_prob(self, sample_shape: Any = ()) -> tuple[Tensor, Tensor]:
         """Draw actions, and their log-probabilities from the noise that made them, which loses no digits."""
         normal: Any = self.base_dist
-        noise = _draw_noise(sample_shape, normal.loc)
-
-        log_prob = -0.5 * noise.square() - normal.scale.log() - _HALF_LOG_2_PI
         axes = tuple(range(-self.reinterpreted_batch_ndims, 0))
-        if axes:
-            log_prob = log_prob.sum(axes)
-        return normal.loc + normal.scale * noise, log_prob
+        return _draw_normal(normal.loc, normal.scale, axes, sample_shape)
+
+    @classmethod
+    def drawer(cls, *, event_dims: int = 1) -> Callable[..., Drawn]:
+        """Return a function of means and deviations: see `flatroll.layout.column_actor`."""
+        axes = tuple(range(-event_dims, 0))
+
+        def draw_from(loc: Tensor, scale: Tensor) -> Drawn:
+            return *_draw_normal(loc, scale, axes), None
+
+        return draw_from
 
     @property
     def deterministic_sample(self) -> Tensor:
         """The mean, which is the mode."""
         return self.mean
+
+
+def _draw_normal(
+    loc: Tensor, scale: Tensor, axes: tuple[int, ...], sample_shape: Any = ()
+) -> tuple[Tensor, Tensor]:
+    """Draw normal numbers ``[*sample_shape, *loc.shape]``; return them and log-probabilities, summed over axes."""
+    noise = _draw_noise(sample_shape, loc)
+    log_prob = -0.5 * noise.square() - scale.log() - _HALF_LOG_2_PI
+    if axes:
+        log_prob = log_prob.sum(axes)
+    return loc + scale * noise, log_prob
 
 
 def _check_normal(loc: Tensor, scale: Tensor, event_dims: int) -> None:
@@ -384,6 +466,28 @@ class _IntoBounds(AffineTransform):
         return into.clamp(self._low, self._high)
 
 
+def _squash_constant(half: Tensor | float) -> Any:
+    """The part of a squashed number's log-probability that depends on the bounds alone, half their difference."""
+    log_half: Any = -math.inf
+    if isinstance(half, Tensor):
+        log_half = half.abs().log()
+    elif half:
+        log_half = math.log(abs(half))
+    return log_half + _HALF_LOG_2_PI + 2.0 * math.log(2.0)
+
+
+def _score_squashed(base: Tensor, loc: Tensor, scale: Tensor, constant: Any, axes: tuple[int, ...]) -> Tensor:
+    """Log-probabilities of numbers made from normal numbers ``base``, summed over the axes."""
+    deviations = (base - loc) / scale
+    # log N(base) - log |tanh'(base)| - log half, where log tanh' is 2 (log 2 - base - softplus(-2 base))
+    log_prob: Tensor = (
+        2.0 * (base + F.softplus(-2.0 * base)) - 0.5 * deviations.square() - scale.log() - constant
+    )
+    if axes:
+        log_prob = log_prob.sum(axes)
+    return log_prob
+
+
 class SquashedGaussian(TransformedDistribution):
     """Independent normal distributions, squashed by tanh to the bounds of an action.
 
@@ -440,6 +544,27 @@ class SquashedGaussian(TransformedDistribution):
         # TransformedDistribution.__init__ would build and check transforms, which takes longer than drawing an action
         Distribution.__init__(self, loc.shape[:dims], loc.shape[dims:], validate_args=False)
 
+    @classmethod
+    def drawer(
+        cls, *, low: Tensor | float = -1.0, high: Tensor | float = 1.0, event_dims: int = 1
+    ) -> Callable[..., Drawn]:
+        """Return a function of means and deviations: see `flatroll.layout.column_actor`."""
+        axes = tuple(range(-event_dims, 0))
+        ends: dict[tuple[torch.dtype, torch.device], tuple[Any, ...]] = {}
+
+        def draw_from(loc: Tensor, scale: Tensor) -> Drawn:
+            kind = (loc.dtype, loc.device)
+            if kind not in ends:
+                one = cls(loc, scale, low=low, high=high, event_dims=event_dims)
+                ends[kind] = (one.low, one.high, one._middle, one._half, _squash_constant(one._half))
+            least, most, middle, half, constant = ends[kind]
+
+            base = loc + scale * _draw_noise((), loc)
+            log_prob = _score_squashed(base, loc, scale, constant, axes)
+            return (middle + half * base.tanh()).clamp(least, most), log_prob, base
+
+        return draw_from
+
     @property  # not cached_property: before Python 3.12 it has a lock, which torch.compile cannot trace
     def base_dist(self) -> Any:  # type: ignore[override]
         """The normal distributions before tanh, for what torch does with any transformed distribution."""
@@ -461,24 +586,8 @@ class SquashedGaussian(TransformedDistribution):
 
     def from_base(self, base: Tensor) -> tuple[Tensor, Tensor]:
         """Return the actions made from normal numbers, and their log-probabilities ``[*B]``."""
-        deviations = (base - self.loc) / self.scale
-
-        half = self._half
-        log_half: Any = -math.inf
-        if isinstance(half, Tensor):
-            log_half = half.abs().log()
-        elif half:
-            log_half = math.log(abs(half))
-
-        # log N(base) - log |tanh'(base)| - log half, where log tanh' is 2 (log 2 - base - softplus(-2 base))
-        log_prob = (
-            2.0 * (base + F.softplus(-2.0 * base))
-            - 0.5 * deviations.square()
-            - self.scale.log()
-            - (log_half + _HALF_LOG_2_PI + 2.0 * math.log(2.0))
-        )
-        if self._event_axes:
-            log_prob = log_prob.sum(self._event_axes)
+        constant = _squash_constant(self._half)
+        log_prob = _score_squashed(base, self.loc, self.scale, constant, self._event_axes)
         return self._into_bounds(base), log_prob
 
     def to_base(self, value: Tensor) -> Tensor:

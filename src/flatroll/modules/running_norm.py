@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from flatroll.layout.boundaries import run_ends, starts_from
 from flatroll.layout.checks import check_keys, check_number, check_sizes, check_type
+from flatroll.layout.column_actor import Columns
 from flatroll.layout.delta import decode_delta
 from flatroll.layout.final import check_final, read_final
 from flatroll.layout.keys import (
@@ -116,14 +117,26 @@ class RunningNorm(TensorDictModuleBase):
         x = get_entry(tensordict, self.in_key)
         if x is None:
             x = require(tensordict, self.in_key)
-        self._check_shape(self.in_key, x)
-        if x.is_floating_point():
-            moments = self.statistics
-            if not torch.compiler.is_compiling() and moments.unlearned:
-                self._warn_of_none(moments)
-            x = moments.normalized(x, self.epsilon, self.clip)
-        set_entry(tensordict, self.out_key, x)
+        set_entry(tensordict, self.out_key, self._normalized(x))
         return tensordict
+
+    def takes_columns(self) -> bool:
+        """Return True: see `flatroll.layout.column_actor`."""
+        return True
+
+    def on_columns(self, columns: Columns) -> None:
+        """Do what :meth:`forward` does, with columns by key."""
+        columns[plain_key(as_tuple(self.out_key))] = self._normalized(columns[self.in_key])
+
+    def _normalized(self, x: Tensor) -> Tensor:
+        self._check_shape(self.in_key, x)
+        if not x.is_floating_point():
+            return x
+
+        moments = self.statistics
+        if moments.unlearned and not torch.compiler.is_compiling():
+            self._warn_of_none(moments)
+        return moments.normalized(x, self.epsilon, self.clip)
 
     def update(self, batch: TensorDictBase, *, final: TensorDictBase | None = None) -> None:
         """Update the statistics with a collected batch, each observation once; does nothing after ``eval()``.

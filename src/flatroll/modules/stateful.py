@@ -12,6 +12,7 @@ from torch import Tensor
 from flatroll.kernels.scan import is_tracing
 from flatroll.layout.boundaries import run_starts, steps_into_run
 from flatroll.layout.checks import check_choice, check_key_names, check_keys
+from flatroll.layout.column_actor import Columns
 from flatroll.layout.following import check_runs_in_order
 from flatroll.layout.keys import (
     DONE,
@@ -193,6 +194,23 @@ class StatefulModule(TensorDictModuleBase):
         for key, state in zip(self._state_out, after, strict=True):
             tensordict.set(key, state.reshape(*tensordict.batch_size, *self._state_shape))
         return tensordict
+
+    def takes_columns(self) -> bool:
+        """Return whether the next call makes single steps: see `flatroll.layout.column_actor`."""
+        return not self.recurrent_mode
+
+    def on_columns(self, columns: Columns) -> None:
+        """Do what :meth:`forward` does in sequential mode, with columns ``[E, ...]`` by key."""
+        is_init = columns[self._init_key].reshape(-1, 1, 1)
+        before = []
+        for key in self._state_in:
+            columns[key] = columns[key].masked_fill(is_init, 0)
+            before.append(columns[key])
+
+        out, after = self.in_weight_precision(self.step, columns[self._input_key], tuple(before))
+        columns[self._output_key] = out
+        for key, state in zip(self._state_out, after, strict=True):
+            columns[key] = state
 
     def make_tensordict_primer(self) -> TensorDictPrimer:
         """Return the initial states of episodes: zeros ``[num_layers, hidden_size]`` for each state key.

@@ -13,6 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import InteractionType
 from torch import Tensor, nn
 
+from flatroll.layout.column_actor import ColumnActor
 from flatroll.layout.keys import ACTION, IS_INIT, NestedKey, as_tuple, next_key, plain_key
 from flatroll.layout.tensordict_seam import (
     call_policy,
@@ -175,6 +176,7 @@ class ModulePolicy:
             self.prime({})
 
         self._written: list[NestedKey] | None = None  # the keys of `writes` that it has written
+        self._on_columns: ColumnActor | None = None  # its parts, if they are known
 
     def prime(self, states: Mapping[NestedKey, Tensor]) -> None:
         """Also carry these states, if the policy writes them under ``"next"`` and did not declare them."""
@@ -185,6 +187,11 @@ class ModulePolicy:
 
     def __call__(self, columns: Columns) -> tuple[Any, Columns]:
         """Return the action and the other columns; recurrent states in these are the ones before the step."""
+        if self._on_columns is not None:
+            drawn = self._call_parts(self._on_columns, columns)
+            if drawn is not None:
+                return drawn
+
         data = nest(columns, self._num_envs)
         wait = not self._devices.blocking
         home = self._devices.env
@@ -207,6 +214,8 @@ class ModulePolicy:
         if self._written is None:
             self._written = [key for key in self.writes if out.get(key, None) is not None]
             self._beside = [key for key in self._beside if out.get(key, None) is not None]
+            if self._devices.policy is None and not isinstance(action, TensorDictBase):
+                self._on_columns = ColumnActor.of(self._policy)
 
         # A key that was written before but is missing now raises KeyError here.
         written = {key: out[key].to(home, non_blocking=wait) for key in self._written}
@@ -227,6 +236,26 @@ class ModulePolicy:
             action = _tuples(self._space, parts.to_dict())
 
         return action, written
+
+    def _call_parts(self, actor: ColumnActor, columns: Columns) -> tuple[Any, Columns] | None:
+        """Do the same with the parts of the policy; None if it must be called as it is."""
+        made = dict(columns)
+        try:
+            acted = actor(made)
+        except RuntimeError as error:
+            _note_dtype(error, self._policy, columns.values())
+            raise
+
+        assert self._written is not None  # by the first call, which was not of the parts
+        if not acted or not all(key in made for key in self._written):
+            # whatever it is, the next steps would meet it again
+            self._on_columns = None
+            return None
+
+        written = {key: made[key] for key in self._written}
+        for key in self.defaults:
+            written[key] = made[key]
+        return made[ACTION], written
 
 
 def copy_weights(policy: object, weights: Weights) -> None:

@@ -1,0 +1,302 @@
+"""Calls an actor of known parts on columns: without a tensordict and without an object for its distribution.
+
+A collector calls its policy at every vector step, on a few rows. There the network takes a third of the time of a call;
+the rest builds a tensordict, a distribution and their checks anew. What the parts of `flatroll.modules.actor` do with
+the columns is known, so `ColumnActor` does only that, with the same numbers from the generator. Results have the same
+bits, except for log-probabilities of choices: they are made by log_softmax, one operation for the seven of
+``Categorical``, and may differ from its in the last digits (and so may a choice that is within these of another).
+
+Any other policy is called as it is: one with parts of another kind, with hooks, compiled, under autocast, with a
+distribution that has no `DrawsFromParameters`, of several actions, or under another interaction type than random.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+from tensordict.nn import (
+    InteractionType,
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    TensorDictSequential,
+)
+from torch import Tensor
+from torch.distributions import Categorical
+
+from flatroll.layout.keys import NestedKey, as_tuple, plain_key
+from flatroll.layout.sampling import (
+    Drawn,
+    base_sample_key,
+    draw_options,
+    drew_all,
+)
+from flatroll.layout.tensordict_seam import (
+    PLAIN_ACTOR,
+    PLAIN_MODULE,
+    PLAIN_SEQUENCE,
+    SAMPLING_ACTOR,
+    call_function_of,
+    calls_do_more,
+    hooks_of,
+    interaction_kind,
+    parts_of,
+    plain_attributes,
+    samples_once,
+)
+
+#: Tensors ``[E, ...]`` by key.
+Columns: TypeAlias = dict[NestedKey, Tensor]
+
+
+class ColumnModule(Protocol):
+    """A module that also computes its outputs from columns.
+
+    A class counts only if it defines ``on_columns`` where it defines ``forward``: a subclass with another ``forward``
+    does something else.
+    """
+
+    in_keys: Sequence[Any]
+    out_keys: Sequence[Any]
+
+    def takes_columns(self) -> bool:
+        """Return whether the next call of ``forward`` would do what ``on_columns`` does."""
+        ...
+
+    def on_columns(self, columns: Columns) -> None:
+        """Do what ``forward`` does with a tensordict ``[E]`` of these entries; keys are tuples only if nested."""
+        ...
+
+
+class DrawsFromParameters(Protocol):
+    """A distribution whose class draws without making one."""
+
+    @classmethod
+    def drawer(cls, **options: Any) -> "Callable[..., Drawn]":
+        """Return a function of parameters: what `draw` returns for ``cls(*parameters, **options)``, or None."""
+        ...
+
+
+class ColumnActor:
+    """The parts of an actor, called on columns.
+
+    Make it with `of`, after a first call of the policy, which checks what it reads. Every call checks that the policy
+    is still what it was then: hooks, other parts or another distribution may come at any time.
+    """
+
+    def __init__(self, parts: "_Parts") -> None:
+        self._parts = parts
+        self._steps = [_step_of(module) for module in parts.modules]
+        self._asked = [module for module in parts.modules if _takes_columns(module)]
+
+        made: set[NestedKey] = set()
+        #: The columns that a call needs.
+        self._reads: set[NestedKey] = set()
+        for module in parts.modules:
+            self._reads |= {key for key in _plain_keys(module.in_keys) if key not in made}
+            made |= {*_plain_keys(module.out_keys)}
+
+        sampler = parts.sampler
+        self._sampler = sampler
+        if sampler is not None:
+            self._parameters = _plain_keys(sampler.in_keys)
+            self._options = dict(sampler.distribution_kwargs)
+            self._distribution = sampler.distribution_class
+            self._draw = _find_drawer(self._distribution, self._options)
+            [self._action] = _plain_keys(sampler.dist_sample_keys)
+            self._log_prob = None
+            if sampler.return_log_prob:
+                [self._log_prob] = _plain_keys(sampler.log_prob_keys)
+            self._base = base_sample_key(self._action)
+
+    @classmethod
+    def of(cls, policy: Any) -> "ColumnActor | None":
+        """Return the actor's parts; None if the policy is called as it is."""
+        parts = _Parts.of(policy)
+        if parts is None:
+            return None
+        return cls(parts)
+
+    def __call__(self, columns: Columns) -> bool:
+        """Add what the actor writes to the columns; False if the policy must be called as it is."""
+        if not self._is_unchanged() or not columns.keys() >= self._reads:
+            return False
+
+        for step in self._steps:
+            step(columns)
+        if self._sampler is None:
+            return True
+
+        drawn = self._draw(*[columns[key] for key in self._parameters])
+        if drawn is None:
+            return False
+        columns[self._action], log_prob, base = drawn
+        if self._log_prob is not None:
+            columns[self._log_prob] = log_prob
+            if base is not None:
+                columns[self._base] = base
+        return True
+
+    def _is_unchanged(self) -> bool:
+        """Return whether the policy has the parts it had, and nothing asks for more than calls of these."""
+        if torch.is_autocast_enabled("cpu") or not self._parts.are_unchanged():
+            return False
+
+        for module in self._asked:
+            if not module.takes_columns():
+                return False
+
+        sampler = self._sampler
+        if sampler is None:
+            return True
+        if (interaction_kind() or sampler.default_interaction_type) is not InteractionType.RANDOM:
+            return False
+        options = sampler.distribution_kwargs
+        if sampler.distribution_class is not self._distribution or len(options) != len(self._options):
+            return False
+        return all(options.get(name, _MISSING) is value for name, value in self._options.items())
+
+
+#: What no option is.
+_MISSING: Any = object()
+
+
+class _Parts(NamedTuple):
+    """The parts of a policy that is called on columns.
+
+    Attributes:
+        modules: in the order of their calls; those of sequences within the policy are among them.
+        sampler: the last part of an actor that samples; None for a network that writes the action itself.
+        lists: what the policy and the sequences within it hold, and the parts that were in each.
+        attributes: of the policy and of all parts.
+        keys: what each of these reads.
+        hooks: the tables of hooks of all of them.
+    """
+
+    modules: list[Any]
+    sampler: Any
+    lists: list[tuple[Mapping[str, Any], list[Any]]]
+    attributes: list[Mapping[str, Any]]
+    keys: list[list[NestedKey]]
+    hooks: list[Mapping[Any, Any]]
+
+    @classmethod
+    def of(cls, policy: Any) -> "_Parts | None":
+        """Return the parts of an actor or a network; None if one of them is of another kind."""
+        found = cls([], None, [], [], [], [])
+        sampler = None
+        own = plain_attributes(policy, ProbabilisticTensorDictSequential, PLAIN_ACTOR | SAMPLING_ACTOR)
+        if own is None:
+            if not found._enter(policy):
+                return None
+        else:
+            *parts, sampler = found._note(own)
+            if not _draws_once(sampler) or not all(map(found._enter, parts)):
+                return None
+            found.attributes.append(sampler.__dict__)
+
+        keys = [list(own["_in_keys"]) for own in found.attributes]
+        hooks = [table for own in found.attributes for table in hooks_of(own)]
+        return found._replace(sampler=sampler, keys=keys, hooks=hooks)
+
+    def _note(self, own: Mapping[str, Any]) -> list[Any]:
+        """Note the attributes of a sequence; return its parts."""
+        held = parts_of(own)
+        self.lists.append((held, list(held.values())))
+        self.attributes.append(own)
+        return list(held.values())
+
+    def _enter(self, module: Any) -> bool:
+        """Add a part and, if it is a sequence, the parts of that; False if it is of another kind."""
+        own = plain_attributes(module, TensorDictSequential, PLAIN_SEQUENCE)
+        if own is not None:
+            return all(map(self._enter, self._note(own)))
+
+        own = plain_attributes(module, TensorDictModule, PLAIN_MODULE)
+        if own is None and _takes_columns(module):
+            own = plain_attributes(module, type(module), {})
+        if own is None or "_in_keys" not in own:
+            return False
+        self.modules.append(module)
+        self.attributes.append(own)
+        return True
+
+    def are_unchanged(self) -> bool:
+        """Return whether the policy has these parts, which read the same entries and do nothing but run."""
+        if any(self.hooks) or calls_do_more():
+            return False
+        for held, parts in self.lists:
+            if [*held.values()] != parts:
+                return False
+        for own, keys in zip(self.attributes, self.keys, strict=True):
+            if own["_in_keys"] != keys or "_compiled_call_impl" in own:
+                return False
+        return True
+
+
+def _plain_keys(keys: Sequence[Any]) -> list[NestedKey]:
+    return [plain_key(as_tuple(key)) for key in keys]
+
+
+def _takes_columns(module: Any) -> bool:
+    """Return whether a module is a `ColumnModule`."""
+    for kind in type(module).__mro__:
+        if "forward" in kind.__dict__:
+            return "on_columns" in kind.__dict__
+    return False
+
+
+def _step_of(module: Any) -> Callable[[Columns], None]:
+    """Return a function that does what a part does with a tensordict of these columns."""
+    if _takes_columns(module):
+        step: Callable[[Columns], None] = module.on_columns
+        return step
+
+    reads = _plain_keys(module.in_keys)
+
+    def run(columns: Columns) -> None:
+        outputs = call_function_of(module, [columns[key] for key in reads])
+        for key, value in outputs.items():
+            if key != "_":  # the name of an unused output
+                columns[plain_key(as_tuple(key))] = value
+
+    return run
+
+
+def _draws_once(sampler: Any) -> bool:
+    """Return whether a sampler draws one action, and from what a `DrawsFromParameters` takes."""
+    if type(sampler) is not ProbabilisticTensorDictModule or not samples_once(sampler):
+        return False
+
+    scores = list(sampler.log_prob_keys or [])
+    if len(sampler.dist_sample_keys) != 1 or (sampler.return_log_prob and len(scores) != 1):
+        return False
+    if sampler.dist_keys != sampler.in_keys or sampler.cache_dist:
+        return False
+    return _find_drawer(sampler.distribution_class, sampler.distribution_kwargs) is not None
+
+
+def _find_drawer(distribution: Any, options: Mapping[str, Any]) -> Any:
+    """Return what draws from parameters as a distribution with these options does; None if nothing does."""
+    if distribution is Categorical:
+        if options.keys() <= {"validate_args"}:
+            return draw_choice
+        return None
+
+    # a subclass may draw otherwise
+    own: Any = getattr(distribution, "__dict__", {}).get("drawer")
+    if own is None:
+        return None
+    return own.__get__(None, distribution)(**options)
+
+
+def draw_choice(logits: Tensor) -> Drawn:
+    """Draw as ``Categorical(logits=logits)`` does, ``[E, n]``; None where it would refuse to."""
+    if logits.ndim != 2:
+        return None
+    log_probs = logits.log_softmax(-1)
+    choice = draw_options(log_probs)
+    log_prob = log_probs.gather(-1, choice).squeeze(-1)
+    if not drew_all(log_prob):
+        return None
+    return choice.squeeze(-1), log_prob, None
