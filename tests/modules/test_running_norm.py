@@ -396,3 +396,17 @@ def test_other_input_that_is_refused() -> None:
     for wrong in ({"clip": 0.0}, {"epsilon": 0.0}, {"epsilon": math.inf}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             RunningNorm("observation", shape=(3,), **wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_number_far_from_zero_keeps_its_digits(shape: tuple[int, ...], gradients: bool) -> None:
+    """The difference to the mean is taken in float64, also where a row is one number."""
+    norm = RunningNorm("x", shape=shape, clip=None)
+    column = (1e6 + torch.arange(4.0) / 4).reshape(4, *shape)
+    norm.update(TensorDict({"x": torch.cat([column.double(), column.double() + 0.07])}, [8]))
+    statistics = norm.statistics
+    expected = (column.double() - statistics.mean) / (statistics.var + 1e-8).sqrt()
+    with torch.set_grad_enabled(gradients):
+        out = norm(TensorDict({"x": column}, [4]))["x_norm"]
+    torch.testing.assert_close(out, expected.float(), rtol=1e-6, atol=1e-7)
