@@ -20,9 +20,9 @@ from tensordict.nn import (
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-from flatroll.layout.column_actor import ColumnActor, draw_choice
-from flatroll.layout.sampling import draw_options
-from flatroll.modules import MinGRUModule, actor, q_network
+from flatroll.layout.column_actor import ColumnActor
+from flatroll.layout.sampling import draw_choice, draw_options
+from flatroll.modules import Gaussian, MinGRUModule, actor, q_network
 from flatroll.rollouts import Collector
 
 ENVS = 5
@@ -192,6 +192,33 @@ def test_an_actor_of_plain_parts_gives_the_same_on_columns(monkeypatch: pytest.M
         assert torch.equal(generator, expected)
 
 
+class ScaleAndLoc(nn.Module):
+    """Deviations and means, in this order."""
+
+    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        return observation.exp(), observation - 5.0
+
+
+def test_a_distribution_takes_its_parameters_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = TensorDictModule(ScaleAndLoc(), ["observation"], ["scale", "loc"])
+    sampler = ProbabilisticTensorDictModule(
+        ["scale", "loc"],
+        ["action"],
+        distribution_class=Gaussian,
+        default_interaction_type=InteractionType.RANDOM,
+        return_log_prob=True,
+    )
+    policy = ProbabilisticTensorDictSequential(net, sampler)
+    space = spaces.Box(-np.inf, np.inf, (3,), np.float32)
+    ours, generator, direct = collect(policy, NUMBERS, space)
+    assert direct
+
+    as_it_is(monkeypatch)
+    theirs, expected, _ = collect(policy, NUMBERS, space)
+    assert_equal(ours, theirs)
+    assert torch.equal(generator, expected)
+
+
 class Doubled(TensorDictModuleBase):
     """A module of one's own."""
 
@@ -217,6 +244,15 @@ class MaskedGRU(MinGRUModule):
         return out.set("features", out["features"].clamp(min=0.0))
 
 
+def with_probabilities() -> Any:
+    """An actor whose network writes probabilities, in place of logits."""
+    net = TensorDictModule(nn.Sequential(nn.Linear(3, 4), nn.Softmax(-1)), ["observation"], ["probs"])
+    sampler = ProbabilisticTensorDictModule(
+        ["probs"], ["action"], distribution_class=Categorical, default_interaction_type=InteractionType.RANDOM
+    )
+    return ProbabilisticTensorDictSequential(net, sampler)
+
+
 def with_memory() -> Any:
     memory = MaskedGRU(3, 8, in_key="observation", out_key="features")
     head = TensorDictModule(nn.Linear(8, 4), ["features"], ["logits"])
@@ -226,6 +262,7 @@ def with_memory() -> Any:
 OTHERS: dict[str, Callable[[], Any]] = {
     "a part of one's own": lambda: own_actor(Doubled()),
     "a distribution of one's own": lambda: own_actor(distribution=Sharper),
+    "probabilities": with_probabilities,
     "a function that makes a distribution": lambda: own_actor(distribution=lambda logits: Sharper(logits)),
     "a subclass with another forward": with_memory,
     "two actions": lambda: make_policy(NUMBERS, spaces.Dict({"a": spaces.Discrete(2), "b": FREE}), {}),

@@ -10,8 +10,9 @@ Any other policy is called as it is: one with parts of another kind, with hooks,
 distribution that has no `DrawsFromParameters`, of several actions, or under another interaction type than random.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from tensordict.nn import (
@@ -25,12 +26,7 @@ from torch import Tensor
 from torch.distributions import Categorical
 
 from flatroll.layout.keys import NestedKey, as_tuple, plain_key
-from flatroll.layout.sampling import (
-    Drawn,
-    base_sample_key,
-    draw_options,
-    drew_all,
-)
+from flatroll.layout.sampling import Drawn, base_sample_key, draw_choice
 from flatroll.layout.tensordict_seam import (
     PLAIN_ACTOR,
     PLAIN_MODULE,
@@ -73,7 +69,7 @@ class DrawsFromParameters(Protocol):
 
     @classmethod
     def drawer(cls, **options: Any) -> "Callable[..., Drawn]":
-        """Return a function of parameters: what `draw` returns for ``cls(*parameters, **options)``, or None."""
+        """Return a function of the parameters, by name: what `draw` returns for ``cls(..., **options)``, or None."""
         ...
 
 
@@ -84,8 +80,10 @@ class ColumnActor:
     is still what it was then: hooks, other parts or another distribution may come at any time.
     """
 
-    def __init__(self, parts: "_Parts") -> None:
+    def __init__(self, parts: "_Parts", sampler: Any = None, draw: Any = None) -> None:
         self._parts = parts
+        self._sampler = sampler
+        self._draw = draw
         self._steps = [_step_of(module) for module in parts.modules]
         self._asked = [module for module in parts.modules if _takes_columns(module)]
 
@@ -96,13 +94,11 @@ class ColumnActor:
             self._reads |= {key for key in _plain_keys(module.in_keys) if key not in made}
             made |= {*_plain_keys(module.out_keys)}
 
-        sampler = parts.sampler
-        self._sampler = sampler
         if sampler is not None:
-            self._parameters = _plain_keys(sampler.in_keys)
-            self._options = dict(sampler.distribution_kwargs)
+            self._parameters: list[str] = list(sampler.in_keys)
+            self._reads |= {key for key in self._parameters if key not in made}
             self._distribution = sampler.distribution_class
-            self._draw = _find_drawer(self._distribution, self._options)
+            self._options = dict(sampler.distribution_kwargs)
             [self._action] = _plain_keys(sampler.dist_sample_keys)
             self._log_prob = None
             if sampler.return_log_prob:
@@ -112,10 +108,17 @@ class ColumnActor:
     @classmethod
     def of(cls, policy: Any) -> "ColumnActor | None":
         """Return the actor's parts; None if the policy is called as it is."""
-        parts = _Parts.of(policy)
-        if parts is None:
+        parts = _Parts()
+        own = plain_attributes(policy, ProbabilisticTensorDictSequential, PLAIN_ACTOR | SAMPLING_ACTOR)
+        if own is None:
+            return cls(parts) if parts.enter(policy) else None
+
+        *modules, sampler = parts.open(policy, own)
+        draw = _find_drawer(sampler)
+        if draw is None or not all(map(parts.enter, modules)):
             return None
-        return cls(parts)
+        parts.note(sampler)
+        return cls(parts, sampler, draw)
 
     def __call__(self, columns: Columns) -> bool:
         """Add what the actor writes to the columns; False if the policy must be called as it is."""
@@ -127,7 +130,7 @@ class ColumnActor:
         if self._sampler is None:
             return True
 
-        drawn = self._draw(*[columns[key] for key in self._parameters])
+        drawn = self._draw(**{name: columns[name] for name in self._parameters})
         if drawn is None:
             return False
         columns[self._action], log_prob, base = drawn
@@ -161,75 +164,58 @@ class ColumnActor:
 _MISSING: Any = object()
 
 
-class _Parts(NamedTuple):
-    """The parts of a policy that is called on columns.
+class _Parts:
+    """The parts of a policy that is called on columns, as they were found.
 
     Attributes:
         modules: in the order of their calls; those of sequences within the policy are among them.
-        sampler: the last part of an actor that samples; None for a network that writes the action itself.
-        lists: what the policy and the sequences within it hold, and the parts that were in each.
-        attributes: of the policy and of all parts.
-        keys: what each of these reads.
-        hooks: the tables of hooks of all of them.
     """
 
-    modules: list[Any]
-    sampler: Any
-    lists: list[tuple[Mapping[str, Any], list[Any]]]
-    attributes: list[Mapping[str, Any]]
-    keys: list[list[NestedKey]]
-    hooks: list[Mapping[Any, Any]]
+    def __init__(self) -> None:
+        self.modules: list[Any] = []
+        # What the policy and the sequences within it hold, and the parts that were in each.
+        self._lists: list[tuple[Mapping[str, Any], list[Any]]] = []
+        # All parts and sequences, with what each read; and their tables of hooks.
+        self._reads: list[tuple[Any, list[Any]]] = []
+        self._hooks: list[Mapping[Any, Any]] = []
 
-    @classmethod
-    def of(cls, policy: Any) -> "_Parts | None":
-        """Return the parts of an actor or a network; None if one of them is of another kind."""
-        found = cls([], None, [], [], [], [])
-        sampler = None
-        own = plain_attributes(policy, ProbabilisticTensorDictSequential, PLAIN_ACTOR | SAMPLING_ACTOR)
-        if own is None:
-            if not found._enter(policy):
-                return None
-        else:
-            *parts, sampler = found._note(own)
-            if not _draws_once(sampler) or not all(map(found._enter, parts)):
-                return None
-            found.attributes.append(sampler.__dict__)
+    def note(self, module: Any) -> None:
+        """Note what a part reads and its hooks."""
+        self._reads.append((module, list(module.in_keys)))
+        self._hooks += hooks_of(module.__dict__)
 
-        keys = [list(own["_in_keys"]) for own in found.attributes]
-        hooks = [table for own in found.attributes for table in hooks_of(own)]
-        return found._replace(sampler=sampler, keys=keys, hooks=hooks)
-
-    def _note(self, own: Mapping[str, Any]) -> list[Any]:
-        """Note the attributes of a sequence; return its parts."""
+    def open(self, sequence: Any, own: Mapping[str, Any]) -> list[Any]:
+        """Note a sequence with these attributes; return its parts."""
         held = parts_of(own)
-        self.lists.append((held, list(held.values())))
-        self.attributes.append(own)
-        return list(held.values())
+        parts = list(held.values())
+        self._lists.append((held, parts))
+        self.note(sequence)
+        return parts
 
-    def _enter(self, module: Any) -> bool:
-        """Add a part and, if it is a sequence, the parts of that; False if it is of another kind."""
+    def enter(self, module: Any) -> bool:
+        """Add a part or, if it is a sequence, the parts of that; False if one is of another kind."""
         own = plain_attributes(module, TensorDictSequential, PLAIN_SEQUENCE)
         if own is not None:
-            return all(map(self._enter, self._note(own)))
+            return all(map(self.enter, self.open(module, own)))
 
         own = plain_attributes(module, TensorDictModule, PLAIN_MODULE)
         if own is None and _takes_columns(module):
             own = plain_attributes(module, type(module), {})
-        if own is None or "_in_keys" not in own:
+        if own is None:
             return False
         self.modules.append(module)
-        self.attributes.append(own)
+        self.note(module)
         return True
 
     def are_unchanged(self) -> bool:
         """Return whether the policy has these parts, which read the same entries and do nothing but run."""
-        if any(self.hooks) or calls_do_more():
+        if any(self._hooks) or calls_do_more():
             return False
-        for held, parts in self.lists:
+        for held, parts in self._lists:
             if [*held.values()] != parts:
                 return False
-        for own, keys in zip(self.attributes, self.keys, strict=True):
-            if own["_in_keys"] != keys or "_compiled_call_impl" in own:
+        for module, keys in self._reads:
+            if module.in_keys != keys or "_compiled_call_impl" in module.__dict__:
                 return False
         return True
 
@@ -263,40 +249,31 @@ def _step_of(module: Any) -> Callable[[Columns], None]:
     return run
 
 
-def _draws_once(sampler: Any) -> bool:
-    """Return whether a sampler draws one action, and from what a `DrawsFromParameters` takes."""
-    if type(sampler) is not ProbabilisticTensorDictModule or not samples_once(sampler):
-        return False
+def _find_drawer(sampler: Any) -> "Callable[..., Drawn] | None":
+    """Return what draws from the parameters that a sampler reads; None if the distribution itself is to draw."""
+    if type(sampler) is not ProbabilisticTensorDictModule or not samples_once(sampler) or sampler.cache_dist:
+        return None
 
     scores = list(sampler.log_prob_keys or [])
     if len(sampler.dist_sample_keys) != 1 or (sampler.return_log_prob and len(scores) != 1):
-        return False
-    if sampler.dist_keys != sampler.in_keys or sampler.cache_dist:
-        return False
-    return _find_drawer(sampler.distribution_class, sampler.distribution_kwargs) is not None
+        return None
 
-
-def _find_drawer(distribution: Any, options: Mapping[str, Any]) -> Any:
-    """Return what draws from parameters as a distribution with these options does; None if nothing does."""
+    distribution = sampler.distribution_class
+    options = sampler.distribution_kwargs
+    draw: Any = None
     if distribution is Categorical:
         if options.keys() <= {"validate_args"}:
-            return draw_choice
-        return None
+            draw = draw_choice
+    else:
+        # a subclass may draw otherwise
+        own: Any = getattr(distribution, "__dict__", {}).get("drawer")
+        if own is not None:
+            draw = own.__get__(None, distribution)(**options)
 
-    # a subclass may draw otherwise
-    own: Any = getattr(distribution, "__dict__", {}).get("drawer")
-    if own is None:
+    # A distribution takes its parameters by name: probabilities are no logits.
+    if draw is None or sampler.dist_keys != sampler.in_keys:
         return None
-    return own.__get__(None, distribution)(**options)
-
-
-def draw_choice(logits: Tensor) -> Drawn:
-    """Draw as ``Categorical(logits=logits)`` does, ``[E, n]``; None where it would refuse to."""
-    if logits.ndim != 2:
+    if {*sampler.in_keys} != {*inspect.signature(draw).parameters}:
         return None
-    log_probs = logits.log_softmax(-1)
-    choice = draw_options(log_probs)
-    log_prob = log_probs.gather(-1, choice).squeeze(-1)
-    if not drew_all(log_prob):
-        return None
-    return choice.squeeze(-1), log_prob, None
+    found: Callable[..., Drawn] = draw
+    return found

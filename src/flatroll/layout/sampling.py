@@ -113,7 +113,7 @@ def draw_options(log_probs: Tensor) -> Tensor:
     """Draw an option of each row, int64 ``[N, 1]``, as `Categorical.sample` does; rows are log-probabilities.
 
     The host draws as ``torch.multinomial`` does there for one sample: by the largest probability divided by an
-    exponential number, but without its checks of the probabilities, see `drew_all`.
+    exponential number, but without its checks of the probabilities, see `draw_choice`.
     """
     probabilities = log_probs.exp()
     if not probabilities.is_cpu:
@@ -122,13 +122,19 @@ def draw_options(log_probs: Tensor) -> Tensor:
     return (probabilities / waits).argmax(-1, keepdim=True)
 
 
-def drew_all(log_prob: Tensor) -> bool:
-    """Return whether all options were drawn from probabilities; on a device ``torch.multinomial`` has looked.
+def draw_choice(logits: Tensor) -> Drawn:
+    """Draw an option of each row as ``Categorical(logits=logits)`` does, ``[N, n]``; None where it would refuse to."""
+    if logits.ndim != 2:
+        return None
 
-    NaN is the largest number to ``argmax``, so where a row had one, or had infinite logits, the log-probability of its
-    option is NaN.
-    """
-    return not log_prob.is_cpu or math.isfinite(log_prob.sum().item())
+    log_probs = logits.log_softmax(-1)
+    choice = draw_options(log_probs)
+    log_prob = log_probs.gather(-1, choice).squeeze(-1)
+    # NaN is the largest number to argmax, so where a row had one, or had infinite logits, the log-probability of its
+    # option is NaN. On a device torch.multinomial has looked.
+    if log_prob.is_cpu and not math.isfinite(log_prob.sum().item()):
+        return None
+    return choice.squeeze(-1), log_prob, None
 
 
 def score(dist: Distribution, action: Tensor, base: Tensor) -> Tensor:

@@ -908,12 +908,8 @@ class Encoder(nn.Module):
 
     @override
     def forward(self, *entries: Tensor) -> Tensor:
-        # as self.layers[0].weight, in a tenth of the time
-        first: Any = next(iter(self.layers._modules.values()), None)
-        weight = None
-        if first is not None:
-            weight = first._parameters.get("weight")
-        if weight is None:
+        weight = getattr(next(self.layers.children(), None), "weight", None)
+        if not isinstance(weight, Tensor):
             weight = next(self.parameters(), None)  # iterates over all modules: many times slower
         dtype = torch.get_default_dtype() if weight is None else weight.dtype
 

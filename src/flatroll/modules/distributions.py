@@ -28,7 +28,7 @@ from flatroll.layout.checks import (
     check_sizes,
     check_whole_number,
 )
-from flatroll.layout.sampling import Drawn, draw_options, drew_all
+from flatroll.layout.sampling import Drawn, draw_choice
 
 #: log sqrt(2 pi), a constant of the normal density.
 _HALF_LOG_2_PI = 0.5 * math.log(2.0 * math.pi)
@@ -91,15 +91,13 @@ class JointCategorical(Distribution):
         """Return a function that draws from logits without a distribution: see `flatroll.layout.column_actor`."""
 
         def draw_from(logits: Tensor) -> Drawn:
-            log_probs = _stack_choices(logits, nvec).log_softmax(-1)  # [E, choices, most]
-            rows = len(log_probs)
-            choice = draw_options(log_probs.reshape(-1, log_probs.shape[-1]))
-            options = choice.reshape(rows, len(nvec))
-
-            log_prob = log_probs.gather(-1, options.unsqueeze(-1)).squeeze(-1).sum(-1)
-            if not drew_all(log_prob):
+            # The choices of all rows are rows of one draw: [E, choices, most] -> [E * choices, most].
+            drawn = draw_choice(_stack_choices(logits, nvec).flatten(0, -2))
+            if drawn is None:
                 return None
-            return (options + start).reshape(rows, *shape), log_prob, None
+
+            options, log_prob = (column.reshape(-1, len(nvec)) for column in drawn[:2])
+            return (options + start).reshape(-1, *shape), log_prob.sum(-1), None
 
         return draw_from
 
@@ -200,14 +198,13 @@ class CombinedCategorical(Distribution):
         own = (len(nvec),) if shape is None else shape
 
         def draw_from(logits: Tensor) -> Drawn:
-            log_probs = logits.log_softmax(-1)
-            choice = draw_options(log_probs)
-            log_prob = log_probs.gather(-1, choice).squeeze(-1)
-            if not drew_all(log_prob):
+            drawn = draw_choice(logits)
+            if drawn is None:
                 return None
 
-            options = torch.stack(torch.unravel_index(choice.squeeze(-1), nvec), -1)
-            return (options + start).reshape(len(logits), *own), log_prob, None
+            combination, log_prob, _ = drawn
+            options = torch.stack(torch.unravel_index(combination, nvec), -1)
+            return (options + start).reshape(-1, *own), log_prob, None
 
         return draw_from
 
@@ -550,18 +547,19 @@ class SquashedGaussian(TransformedDistribution):
     ) -> Callable[..., Drawn]:
         """Return a function of means and deviations: see `flatroll.layout.column_actor`."""
         axes = tuple(range(-event_dims, 0))
-        ends: dict[tuple[torch.dtype, torch.device], tuple[Any, ...]] = {}
+        # By dtype and device of the means: a distribution, of which only the bounds are used, and their constant.
+        bounds: dict[tuple[torch.dtype, torch.device], tuple[SquashedGaussian, Any]] = {}
 
         def draw_from(loc: Tensor, scale: Tensor) -> Drawn:
             kind = (loc.dtype, loc.device)
-            if kind not in ends:
-                one = cls(loc, scale, low=low, high=high, event_dims=event_dims)
-                ends[kind] = (one.low, one.high, one._middle, one._half, _squash_constant(one._half))
-            least, most, middle, half, constant = ends[kind]
+            if kind not in bounds:
+                one = cls(loc.detach(), scale.detach(), low=low, high=high, event_dims=event_dims)
+                bounds[kind] = (one, _squash_constant(one._half))
+            bounded, constant = bounds[kind]
 
             base = loc + scale * _draw_noise((), loc)
             log_prob = _score_squashed(base, loc, scale, constant, axes)
-            return (middle + half * base.tanh()).clamp(least, most), log_prob, base
+            return bounded._into_bounds(base), log_prob, base
 
         return draw_from
 
