@@ -20,6 +20,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
 
+from benchmarks.bench_collector import FreeEnv
 from benchmarks.measure.timing import ratio, table, take_turns
 from flatroll.modules import RunningNorm, actor
 from flatroll.rollouts import Collector
@@ -33,46 +34,8 @@ SIZES = (1, 16, 64, 1024)
 Draw = Callable[..., tuple[Tensor, Tensor]]
 
 
-class StillEnv(gym.vector.VectorEnv[Any, Any, Any]):
-    """An env that costs nothing: every observation is the same, and env 0 ends each 20th step.
-
-    Args:
-        observation: the space of one env; a Dict with ``"action_mask"`` is a masked env.
-        action: likewise.
-        num_envs: E.
-    """
-
-    def __init__(self, observation: Any, action: Any, num_envs: int) -> None:
-        self.num_envs = num_envs
-        self.single_observation_space = observation
-        self.single_action_space = action
-        self.observation_space = gym.vector.utils.batch_space(observation, num_envs)
-        self.action_space = gym.vector.utils.batch_space(action, num_envs)
-        self.metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
-
-        self._obs: Any = np.full((num_envs, 4), 0.5, np.float32)
-        if isinstance(observation, spaces.Dict):
-            self._obs = {"observation": self._obs, "action_mask": np.ones((num_envs, action.n), np.int8)}
-            self._obs["action_mask"][:, 1] = 0
-        self._reward = np.zeros(num_envs, np.float32)
-        self._none = np.zeros(num_envs, bool)
-        self._one = np.zeros(num_envs, bool)
-        self._one[0] = True
-        self._steps = 0
-
-    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        return self._obs, {}
-
-    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        self._steps += 1
-        done = self._none
-        if self._steps % 20 == 0:
-            done = self._one
-        return self._obs, self._reward, done, self._none, {}
-
-
 class TorchCartPole(gym.vector.VectorEnv[Any, Any, Any]):
-    """CartPole's equations in torch; an ended env begins anew in the next step."""
+    """CartPole's equations in torch; an env that ends begins anew in the same step."""
 
     def __init__(self, num_envs: int) -> None:
         single: Any = gym.make("CartPole-v1")
@@ -124,9 +87,9 @@ class Case(NamedTuple):
     options: dict[str, Any]
 
 
-def still(observation: Any, action: Any) -> Callable[[int], Any]:
-    """Return a function that makes a `StillEnv` of these spaces."""
-    return partial(StillEnv, observation, action)
+def free(action: Any, *, masked: bool = False) -> Callable[[int], Any]:
+    """Return a function that makes a `FreeEnv` with these actions."""
+    return lambda num_envs: FreeEnv(num_envs, action, masked=masked)
 
 
 def draw_choice(logits: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -194,23 +157,20 @@ def bare_squashed(loc: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 def cases() -> dict[str, Case]:
     """The kinds of actors by name."""
-    numbers = spaces.Box(-1.0, 1.0, (4,), np.float32)
-    free = spaces.Box(-np.inf, np.inf, (3,), np.float32)
+    unbounded = spaces.Box(-np.inf, np.inf, (3,), np.float32)
     bounded = spaces.Box(-1.0, 1.0, (3,), np.float32)
     choice = spaces.Discrete(6)
-    masked = spaces.Dict({"observation": numbers, "action_mask": spaces.MultiBinary(6)})
+    choices = spaces.MultiDiscrete([3, 4, 5])
     cartpole = partial(gym.make_vec, "CartPole-v1", vectorization_mode="vector_entry_point")
     return {
         "categorical, CartPole": Case(lambda n: cartpole(num_envs=n), draw_choice, bare_choice, {}),
-        "categorical": Case(still(numbers, choice), draw_choice, bare_choice, {}),
-        "categorical, masked": Case(still(masked, choice), draw_choice, bare_choice, {}),
-        "multi-discrete": Case(
-            still(numbers, spaces.MultiDiscrete([3, 4, 5])), draw_choices, bare_choices, {}
-        ),
-        "Gaussian": Case(still(numbers, free), draw_numbers, bare_numbers, {}),
-        "Gaussian, squashed": Case(still(numbers, bounded), draw_squashed, bare_squashed, {}),
-        "categorical, GRU": Case(still(numbers, choice), draw_choice, bare_choice, {"recurrent": "gru"}),
-        "categorical, LSTM": Case(still(numbers, choice), draw_choice, bare_choice, {"recurrent": "lstm"}),
+        "categorical": Case(free(choice), draw_choice, bare_choice, {}),
+        "categorical, masked": Case(free(choice, masked=True), draw_choice, bare_choice, {}),
+        "multi-discrete": Case(free(choices), draw_choices, bare_choices, {}),
+        "Gaussian": Case(free(unbounded), draw_numbers, bare_numbers, {}),
+        "Gaussian, squashed": Case(free(bounded), draw_squashed, bare_squashed, {}),
+        "categorical, GRU": Case(free(choice), draw_choice, bare_choice, {"recurrent": "gru"}),
+        "categorical, LSTM": Case(free(choice), draw_choice, bare_choice, {"recurrent": "lstm"}),
         "categorical, CartPole in torch": Case(TorchCartPole, draw_choice, bare_choice, {}),
     }
 

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import gymnasium as gym
 import numpy as np
 import torch
+from gymnasium import spaces
 from tensordict.nn import TensorDictModule
 
 from benchmarks.measure.timing import ratio, table, take_turns
@@ -120,16 +121,34 @@ def ours(env: Any, num_envs: int, policy: Any = None) -> Callable[[], object]:
 
 
 class FreeEnv(gym.vector.VectorEnv[Any, Any, Any]):
-    """An env without cost, to measure the overhead of wrappers and collectors."""
+    """An env without cost, to measure the overhead of wrappers and collectors.
 
-    def __init__(self, num_envs: int) -> None:
+    Every observation is the same (of a masked env a Dict, in which option 1 is illegal), and env 0 ends each 20th step.
+
+    Args:
+        num_envs: its rows.
+        action: the action space of one env. Default None: two choices.
+        masked: whether observations have an ``"action_mask"`` of a Discrete space. Default False.
+    """
+
+    def __init__(self, num_envs: int, action: Any = None, *, masked: bool = False) -> None:
         self.num_envs = num_envs
-        self.single_observation_space = gym.spaces.Box(-1, 1, (4,))
-        self.single_action_space = gym.spaces.Discrete(2)
+        self.single_observation_space: Any = spaces.Box(-1, 1, (4,))
+        self.single_action_space: Any = spaces.Discrete(2) if action is None else action
+        self._obs: Any = np.zeros((num_envs, 4), np.float32)
+        if masked:
+            options = int(self.single_action_space.n)
+            mask = spaces.MultiBinary(options)
+            self.single_observation_space = spaces.Dict(
+                {"observation": self.single_observation_space, "action_mask": mask}
+            )
+            legal = np.ones((num_envs, options), np.int8)
+            legal[:, 1] = 0
+            self._obs = {"observation": self._obs, "action_mask": legal}
+
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
         self.metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}
-        self._obs = np.zeros((num_envs, 4), np.float32)
         self._reward = np.zeros(num_envs, np.float32)
         self._none = np.zeros(num_envs, bool)
         self._one = np.zeros(num_envs, bool)
