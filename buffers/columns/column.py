@@ -260,14 +260,14 @@ def differ(left: Tensor, right: Tensor, dims: int = 1) -> Tensor:
         return left.ne(right)
 
     wide = _octets(left, dims)
+    other = None
     if wide is not None:
-        same_width = _octets(right, dims)
-        if same_width is not None:
-            left = wide
-            right = same_width
+        other = _octets(right, dims)
+    if wide is None or other is None:
+        return left.ne(right).flatten(dims).any(dims)
 
-    different = left.ne(right).flatten(dims)
-    if wide is not None and different.shape[-1] % 8 == 0:
+    different = wide.ne(other).contiguous()
+    if different.shape[-1] % 8 == 0:
         different = different.view(torch.int64)  # eight flags at a time
     return different.any(dims)
 

@@ -1,5 +1,7 @@
 """Tests of `differ`, which compares rows bit for bit, against a comparison of their bytes."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -71,7 +73,7 @@ def test_rows_may_lie_anywhere(size: int) -> None:
     for left in (shifted, with_gaps, transposed, repeated):
         right = left.clone()
         right[2, size - 1] ^= 1
-        for one, other in ((left, right), (right, left), (left, left)):
+        for one, other in itertools.permutations((left, right, transposed, repeated), 2):
             assert differ(one, other).tolist() == expected(one, other)
 
     steps = source[: ROWS * size].view(2, ROWS // 2, size)
