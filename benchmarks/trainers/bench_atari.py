@@ -2,7 +2,7 @@
 
 ``python -m flatroll bench atari``. sb3-extra-buffers is optional (``pip install sb3-extra-buffers isal zstd``): without
 it, the table has our buffers and SB3's only. Its buffers compress each stack of frames, by igzip level 1 or by zstd
-level -3, as its pages recommend; ``zstd1`` compresses best of its fast levels.
+level -3, as its pages recommend.
 
 Each buffer is filled alone in a process of its own, with the same frames: those of a game that a random policy plays.
 Consecutive observations of an env make a row. "Of the process" is by how much its resident memory grows, everything
@@ -114,7 +114,7 @@ def contenders() -> dict[str, tuple[Callable[[int], Any], int]]:
     """Return what makes each buffer, and the steps it is filled with, by name."""
     made: dict[str, tuple[Callable[[int], Any], int]] = {"stable-baselines3": (make_sb3, SB3_STEPS)}
     if importlib.util.find_spec("sb3_extra_buffers"):
-        for method in ("igzip1", "zstd-3", "zstd1"):
+        for method in ("igzip1", "zstd-3"):
             made[f"{PEER}, {method}"] = partial(make_peer, method), STEPS
     ours = {"frame_stack": 4, "codec": "zstd"}
     made["ours, frames + zstd"] = partial(make_ours, ours), STEPS

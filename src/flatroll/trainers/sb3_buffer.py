@@ -47,7 +47,7 @@ with trainer_imports("stable-baselines3", "2.7", "3", "sb3"):
 
 Array: TypeAlias = np.ndarray[Any, Any]
 DISCOUNTS = "discounts"  # entry of n-step rows
-_WAITING_BYTES = 2**25  # observations of the steps that wait to be stored, by default
+_WAITING_BYTES = 2**24  # observations of the steps that wait to be stored, by default
 _FEWEST_STEPS = 8  # of a window, by default
 
 
@@ -162,7 +162,7 @@ class FlatReplayBuffer(ReplayBuffer):
         n_steps: steps whose rewards are summed. SB3's own ``n_steps=`` is for its own buffer, and stays 1.
         gamma: discount of those rewards, needed if ``n_steps`` is above 1. SB3 does not pass the model's ``gamma`` to
             its buffer, so give the same number to both.
-        window: steps that are stored at a time; default 64, fewer if these would take more than 32 MB, and 256 with
+        window: steps that are stored at a time; default 64, fewer if these would take more than 16 MB, and 256 with
             small observations and no ``sampler``.
         sampler: draws the rows, such as `PrioritizedSampler`, instead of SB3's uniform draws; it sees stored rows.
         transform: changes sampled rows, a tensordict ``[N]`` (see `Transform`), before they are normalized.
