@@ -85,7 +85,7 @@ def vectors(num_envs: int) -> str:
         ]
         for name, buffer in buffers.items()
     ]
-    return table(["buffer", "add, µs", f"sample({SAMPLE}), µs", "of SB3's", "bytes per row"], rows)
+    return table(["buffer", "add, µs", f"sample({SAMPLE}), µs", "of SB3's", "bytes per row, stated"], rows)
 
 
 def images() -> str:
