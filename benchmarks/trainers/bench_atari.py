@@ -153,7 +153,10 @@ def main() -> None:
     )
     header = ["game", "buffer", "bytes per row, of the process", "trimmed", f"of {PEER}'s best"]
     header += ["add, µs a row", f"sample({SAMPLE}), ms"]
-    print(table(header, [line for game in GAMES for line in compare(game)]))
+    print(table(header, []), flush=True)
+    for game in GAMES:
+        lines = compare(game)
+        print(table(header, lines).split("\n", 2)[2], flush=True)  # a game takes a minute or more
 
 
 if __name__ == "__main__":
