@@ -26,7 +26,9 @@ from flatroll.layout.keys import (
 
 _REMEMBERED = 256  # rows whose observations show how often observations repeat
 _COMPARED = 2**21  # bytes of observations compared at a time: few calls, small temporary arrays
-_COPIED = 2**13  # bytes up to which two copies are compared faster than the arrays in place
+# Bytes of a step, and of a row, up to which two copies are compared faster than the arrays in place.
+_SMALL_STEP = 2**15
+_SHORT_ROW = 512
 Staged: TypeAlias = Mapping[NestedKey, StagedColumn]
 
 
@@ -259,7 +261,7 @@ class Episodes:
 
 def _same_bits(left: Array, right: Array) -> bool:
     """Return whether two arrays of one shape and dtype ``[E, ...]`` hold the same bits."""
-    if left.nbytes <= _COPIED:
+    if left.nbytes <= _SMALL_STEP or left[0].nbytes <= _SHORT_ROW:
         return left.tobytes() == right.tobytes()
 
     rows = left.reshape(len(left), -1)

@@ -96,8 +96,10 @@ def test_no_rows() -> None:
     assert differ(torch.zeros(3, 0, 1024), torch.zeros(3, 0, 1024), 2).shape == (3, 0)
 
 
-@pytest.mark.parametrize("shape", [(3,), (5, 9), (2, 4, 84, 84), (2, 3, 85, 61)], ids=str)
-@pytest.mark.parametrize("dtype", ["u1", "?", "f4", "f8"])
+@pytest.mark.parametrize(
+    "shape", [(3,), (9000,), (5, 9), (1024, 17), (99, 4, 333), (2, 4, 84, 84), (5, 3, 85, 61)], ids=str
+)
+@pytest.mark.parametrize("dtype", ["u1", "?", "f2", "f4", "f8"])
 def test_the_values_of_a_step_are_the_same_where_their_bytes_are(shape: tuple[int, ...], dtype: str) -> None:
     window = np.zeros((shape[0], 2, *shape[1:]), dtype)  # [E, L, ...]
     left = window[:, 0]
