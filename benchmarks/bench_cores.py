@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -74,15 +75,25 @@ def scan_in_blocks(data: Data, touched: bool) -> Run:
     numbers = [np.full(1, number, np.float32) for number in (GAMMA, GAMMA * LMBDA)]
     factors = [np.ndarray(rows, np.float32, number, strides=(0,)) for number in numbers]
     used = [np.zeros(rows, np.float32) for _ in range(2)]
-    loop = machine_code(scan._residual_loop)
+    by_rows = machine_code(scan._residual_loop)
+    in_lanes = machine_code(scan._lane_loop)
+
+    def block(every: list[Any], i: int, j: int) -> None:
+        part = [array[i:j] for array in every]
+        lasts = None
+        if rows >= scan._LANE_ROWS:
+            lasts = scan.find_lanes(part[-3])
+        if lasts is None:
+            by_rows(*part)
+        else:
+            first, second, *columns = part
+            in_lanes(first[0], second[0], *columns, lasts)
 
     def run() -> object:
         every = [*factors, *arrays, *(used if touched else [np.empty(rows, np.float32) for _ in range(2)])]
         cuts = [first + int(ends[first:].argmax()) + 1 for first in blocks(rows)[1:-1]]
         bounds = sorted({0, *cuts, rows}) if torch.get_num_threads() > 1 else [0, rows]
-        return run_blocks(
-            lambda i, j: loop(*[array[i:j] for array in every]), bounds, torch.get_num_threads()
-        )
+        return run_blocks(partial(block, every), bounds, torch.get_num_threads())
 
     return run
 

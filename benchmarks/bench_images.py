@@ -116,7 +116,7 @@ def reading(columns: dict[str, Column]) -> str:
         )
     header = [
         "kept as",
-        "bytes per row",
+        "bytes per row, stated",
         f"{SAMPLE} rows, µs",
         "of index_select",
         "with the next, µs",

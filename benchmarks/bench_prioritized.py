@@ -174,7 +174,7 @@ def by_capacity() -> str:
         "draw + update, µs",
         "of 100,000 rows",
         "64 new rows, µs",
-        "bytes per row",
+        "bytes per row, stated",
     ]
     return table(header, table_rows)
 

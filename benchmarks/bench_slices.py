@@ -157,7 +157,7 @@ def by_writers() -> str:
                 ]
             )
     header = ["envs x window", "storage", "gather, µs", "sample, µs", "of gather", "extend + sample, µs"]
-    return table([*header, "bytes per row", "of them index"], table_rows)
+    return table([*header, "bytes per row, stated", "of them index"], table_rows)
 
 
 def draw_in_numpy(index: TrajectoryIndex, uniform: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

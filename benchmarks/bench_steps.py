@@ -180,7 +180,7 @@ def main() -> None:
         envs = "1 env" if num_envs == 1 else f"{num_envs} envs"
         print(f"**One step of {envs}, 17 + 6 floats, processor time of one thread**\n")
         header = ["buffer", "write a step, µs", "of the arrays", f"sample({SAMPLE}), µs", "of the arrays"]
-        print(table([*header, "bytes per row"], measure(num_envs)) + "\n")
+        print(table([*header, "bytes per row, stated"], measure(num_envs)) + "\n")
     for num_envs in (1, 8):
         print(
             f"**Samples with hindsight goals, {num_envs} env(s), 10 + 3 + 3 + 4 floats, episodes of 50 steps**\n"

@@ -271,6 +271,6 @@ def test_compile_reaches_every_kernel(capsys: pytest.CaptureFixture[str]) -> Non
     assert len(known) > 70
     assert [name for name, kernel in known.items() if kernel.py_func not in reached] == []
     loops = [value for name, value in vars(scan).items() if name.endswith("_loop")]
-    assert len(loops) == 5 and all(scan.machine_code(loop).signatures for loop in loops)  # type: ignore[attr-defined]
+    assert len(loops) == 6 and all(scan.machine_code(loop).signatures for loop in loops)  # type: ignore[attr-defined]
     # Images are compared as 64-bit integers.
     assert any(str(words.dtype) == "int64" for words, *_ in frame_rows.match.signatures)

@@ -288,6 +288,10 @@ def use_batches() -> None:
     critic = TensorDictModule(torch.nn.Linear(3, 1), ["observation"], ["state_value"])
     gae = estimators.GAE(gamma=0.99, lmbda=0.95, value_network=critic)
 
+    many = torch.ones(2**16, 1)  # so many rows are summed by a kernel of their own
+    each = torch.ones_like(many, dtype=torch.bool)
+    estimators.generalized_advantage_estimate(0.99, 0.95, many, many, many, each)
+
     with TemporaryDirectory() as folder:
         for number, (sampler, options, others) in enumerate(parts):
             storage: buffers.Storage = buffers.LazyTensorStorage(64, **options)

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from forms import examples
@@ -199,6 +200,103 @@ def test_residual_scan_is_the_scan_of_the_residuals(dtype: torch.dtype, per_row:
     tracked = value.clone().requires_grad_()  # a gradient takes the torch form of the residuals
     slow = residual_scan(gamma, decay, reward, tracked, next_value, terminated, ends)[0]
     torch.testing.assert_close(slow.detach(), advantage)
+
+
+def by_rows(gamma: float, decay: float, *columns: Tensor) -> list[Tensor]:
+    """The residual scan by the kernel that takes the rows one by one."""
+    reward = columns[0]
+    numbers = [np.full(1, number, reward.numpy().dtype) for number in (gamma, decay)]
+    factors = [np.ndarray(tuple(reward.shape), one.dtype, one, strides=(0,)) for one in numbers]
+    results = [torch.full_like(reward, torch.nan) for _ in range(2)]
+    scan.machine_code(scan._residual_loop)(*factors, *(x.numpy() for x in (*columns, *results)))
+    return results
+
+
+def bits(column: Tensor) -> Tensor:
+    return column.view(torch.int32)
+
+
+def lengths(length: int, rows: int) -> Tensor:
+    """Ends of runs of one length."""
+    return torch.arange(1, rows + 1) % length == 0
+
+
+def two_near_ends(rows: int) -> Tensor:
+    """Ends so near one another that two lanes would have nearly the same rows."""
+    ends = torch.zeros(rows, dtype=torch.bool)
+    first = rows // 3 - 1
+    ends[[first, first + 5, 2 * first + 5, rows - 1]] = True
+    return ends
+
+
+MANY = scan._LANE_ROWS
+RUNS = {
+    "random": (random_ends(MANY + 77, 0.01), True),
+    "one row": (torch.ones(MANY, dtype=torch.bool), True),
+    "5 rows": (lengths(5, MANY), True),
+    "1000 rows": (lengths(1000, MANY), True),
+    "a sixteenth": (lengths(MANY // 16, MANY), True),
+    "a quarter": (lengths(MANY // 4, MANY), False),
+    "a third": (lengths(MANY // 3, MANY), False),
+    "no end": (torch.zeros(MANY, dtype=torch.bool), False),
+    "two near ends": (two_near_ends(MANY), False),
+    "ends in the first half": (lengths(50, MANY) & (torch.arange(MANY) < MANY // 2), False),
+    "few rows": (lengths(5, MANY - 1), True),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_lanes_give_the_same_bits_as_row_by_row(name: str, dtype: torch.dtype) -> None:
+    ends, in_lanes = RUNS[name]
+    assert (scan.find_lanes(ends.numpy()) is not None) == in_lanes
+
+    generator = torch.Generator().manual_seed(0)
+    reward, value, next_value = torch.randn(3, len(ends), generator=generator, dtype=dtype)
+    terminated = ends & random_ends(len(ends), 0.5, seed=1)
+    columns = (reward, value, next_value, terminated, ends)
+    next_value[terminated] = torch.nan  # never read there
+
+    for gamma, decay in ((0.99, 0.94), (1.0, 1.0), (0.9, 0.0), (0.0, 0.0)):
+        given = residual_scan(gamma, decay, *columns)
+        for result, expected in zip(given, by_rows(gamma, decay, *columns), strict=True):
+            assert torch.equal(bits(result), bits(expected))
+            assert bool(result.isfinite().all())
+
+
+def test_lanes_keep_infinite_rows_inside_of_their_runs() -> None:
+    ends = lengths(50, MANY)
+    reward, value, next_value = torch.zeros(3, MANY)
+    reward[::1000] = torch.nan
+    value[1::1000] = torch.inf
+    reward[2::1000] = -0.0
+    columns = (reward, value, next_value, ends, ends)
+
+    for result, expected in zip(residual_scan(0.9, 0.8, *columns), by_rows(0.9, 0.8, *columns), strict=True):
+        assert torch.equal(bits(result), bits(expected))
+        assert int(result.isfinite().sum()) >= MANY - 2 * 50 * (MANY // 1000 + 1)
+
+
+@examples(60)
+@given(
+    share=st.sampled_from([0.002, 0.01, 0.1, 1.0]), rows=st.integers(2000, 20_000), seed=st.integers(0, 1000)
+)
+def test_lanes_cover_all_rows_and_end_where_runs_do(share: float, rows: int, seed: int) -> None:
+    ends = random_ends(rows, share, seed).numpy()
+    lasts = scan.find_lanes(ends)
+    if lasts is None:
+        assert share < 0.1
+        return
+
+    assert len(lasts) == 4
+    assert lasts[-1] == rows - 1
+    assert ends[lasts[:-1]].all()
+    assert np.diff(lasts).min() >= scan._BLOCK
+    covered = np.zeros(rows, np.bool_)
+    for last in lasts:
+        assert last >= lasts[0]
+        covered[last - lasts[0] : last + 1] = True
+    assert covered.all()
 
 
 BAD = {

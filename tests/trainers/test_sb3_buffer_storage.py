@@ -319,6 +319,13 @@ def test_windows_are_long_where_that_costs_little() -> None:
         assert FlatReplayBuffer(rows, space, TWO, "cpu", **options).writer.window == window
 
 
+def test_the_steps_that_wait_take_16_megabytes_at_most() -> None:
+    frames = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+    for num_envs, window in ((4, 64), (8, 37), (16, 18), (128, 8)):
+        ours = FlatReplayBuffer(num_envs * 100, frames, TWO, "cpu", num_envs, frame_stack=4)
+        assert ours.writer.window == window
+
+
 def test_a_window_that_cannot_be_stored_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last step was taken with it: the positions that SB3 draws stay those of the rows."""
     ours, theirs = FlatReplayBuffer(40, BOX, TWO, "cpu", 2, window=4), ReplayBuffer(40, BOX, TWO, "cpu", 2)

@@ -11,6 +11,7 @@ megabytes the first touch of an array from ``torch.empty``, or from ``np.empty_l
 import functools
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,6 +21,8 @@ from torch import Tensor
 
 Array: TypeAlias = NDArray[Any]
 _COMPILED_DTYPES = (torch.float32, torch.float64)
+_LANE_ROWS = 2**16  # fewer rows are not worth another kernel to compile
+_BLOCK = 256  # rows of a lane whose residuals are computed at a time
 
 
 def segmented_scan(a: Tensor | float, b: Tensor, ends: Tensor, *, longest: int | None = None) -> Tensor:
@@ -238,7 +241,15 @@ def residual_scan(
     if arrays is not None:
         scanned = np.empty(reward.shape, arrays[0].dtype)
         target = np.empty(reward.shape, arrays[0].dtype)
-        machine_code(_residual_loop)(*arrays, scanned, target)
+        lasts = None
+        if reward.numel() >= _LANE_ROWS and not isinstance(gamma, Tensor) and not isinstance(decay, Tensor):
+            lasts = find_lanes(arrays[-1])
+
+        if lasts is None:
+            machine_code(_residual_loop)(*arrays, scanned, target)
+        else:
+            first, second, *columns = arrays
+            machine_code(_lane_loop)(first[0], second[0], *columns, scanned, target, lasts)
         return torch.from_numpy(scanned), torch.from_numpy(target)
 
     _check_columns(
@@ -251,6 +262,36 @@ def residual_scan(
     residual = reward + gamma * readable(next_value, gamma, terminated) - value
     y = segmented_scan(decay, residual, ends, longest=longest)
     return y, y + value
+
+
+def find_lanes(ends: Array) -> Array | None:
+    """Return the last row of each of four lanes, int64 ``[4]``, for `_lane_loop`; None if runs are too long for that.
+
+    Each lane ends where a run does. With ``rows = lasts[0] + 1`` in each, they cover the rows of ``ends`` ``[N]`` and
+    overlap little.
+
+    >>> find_lanes(np.arange(4000) % 5 == 4)
+    array([1064, 2129, 3194, 3999])
+    """
+    rows = len(ends)
+    least = rows // 4 + rows // 64  # more than a quarter, because the other lanes end before they have to
+    first = least + int(ends[least : rows // 3].argmax())
+
+    lasts = [first]
+    for _ in range(2):
+        # The last end that leaves no gap between the two lanes.
+        begin = lasts[-1] + 1
+        stop = min(begin + first + 1, rows - 1)
+        lasts.append(stop - 1 - int(ends[begin:stop][::-1].argmax()))
+
+    closed = all(ends[row] for row in lasts)
+    covered = rows - 1 - lasts[-1] <= first + 1
+    lasts.append(rows - 1)
+    # Two lanes whose blocks meet would read each other's sums.
+    apart = all(after - before >= _BLOCK for before, after in pairwise(lasts))
+    if not closed or not covered or not apart:
+        return None
+    return np.array(lasts, np.int64)
 
 
 def return_scan(
@@ -579,6 +620,92 @@ def _residual_loop(
 
         advantage[i] = y
         target[i] = y + value[i]
+
+
+def _lane_loop(
+    gamma: Any,
+    decay: Any,
+    reward: Array,
+    value: Array,
+    next_value: Array,
+    terminated: Array,
+    ends: Array,
+    advantage: Array,
+    target: Array,
+    lasts: Array,
+) -> None:
+    """Do the same as `_residual_loop` in half of its time, where the factors are numbers.
+
+    A sum waits for the one before it; those of four lanes do not wait for one another. Lane k has the ``lasts[0] + 1``
+    rows up to ``lasts[k]``, see `find_lanes`. Where two lanes overlap, both compute the same numbers, since a run ends
+    there. The residuals of a block are computed by vector instructions, and are still in the cache when summed.
+    """
+    zero = reward.dtype.type(0)
+    blind = gamma == zero
+    alone = decay == zero
+    y0 = zero
+    y1 = zero
+    y2 = zero
+    y3 = zero
+
+    left = lasts[0] + 1
+    while left > 0:
+        count = min(left, _BLOCK)
+
+        for lane in range(4):
+            stop = lasts[lane] - lasts[0] + left
+            first = stop - count
+            rewards = reward[first:stop]
+            values = value[first:stop]
+            next_values = next_value[first:stop]
+            final = terminated[first:stop]
+            residuals = advantage[first:stop]
+            for i in range(count):
+                ahead = next_values[i]
+                bootstrap = zero if final[i] | blind else ahead
+                residuals[i] = rewards[i] + gamma * bootstrap - values[i]
+
+        # Unsigned row numbers, as Numba asks of signed ones at each access whether they count from the end.
+        row0 = np.uint64(left)
+        row1 = np.uint64(lasts[1] - lasts[0] + left)
+        row2 = np.uint64(lasts[2] - lasts[0] + left)
+        row3 = np.uint64(lasts[3] - lasts[0] + left)
+        one = np.uint64(1)
+        for _ in range(count):
+            row0 -= one
+            residual = advantage[row0]
+            inside = residual + decay * y0
+            y0 = residual if ends[row0] | alone else inside
+            advantage[row0] = y0
+
+            row1 -= one
+            residual = advantage[row1]
+            inside = residual + decay * y1
+            y1 = residual if ends[row1] | alone else inside
+            advantage[row1] = y1
+
+            row2 -= one
+            residual = advantage[row2]
+            inside = residual + decay * y2
+            y2 = residual if ends[row2] | alone else inside
+            advantage[row2] = y2
+
+            row3 -= one
+            residual = advantage[row3]
+            inside = residual + decay * y3
+            y3 = residual if ends[row3] | alone else inside
+            advantage[row3] = y3
+
+        for lane in range(4):
+            stop = lasts[lane] - lasts[0] + left
+            first = stop - count
+            values = value[first:stop]
+            sums = advantage[first:stop]
+            targets = target[first:stop]
+            for i in range(count):
+                targets[i] = sums[i] + values[i]
+
+        left -= count
 
 
 def _return_loop(

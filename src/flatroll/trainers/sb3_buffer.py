@@ -47,6 +47,8 @@ with trainer_imports("stable-baselines3", "2.7", "3", "sb3"):
 
 Array: TypeAlias = np.ndarray[Any, Any]
 DISCOUNTS = "discounts"  # entry of n-step rows
+_WAITING_BYTES = 2**24  # observations of the steps that wait to be stored, by default
+_FEWEST_STEPS = 8  # of a window, by default
 
 
 class StoredSpace(NamedTuple):
@@ -160,7 +162,8 @@ class FlatReplayBuffer(ReplayBuffer):
         n_steps: steps whose rewards are summed. SB3's own ``n_steps=`` is for its own buffer, and stays 1.
         gamma: discount of those rewards, needed if ``n_steps`` is above 1. SB3 does not pass the model's ``gamma`` to
             its buffer, so give the same number to both.
-        window: steps that are stored at a time; default 64, with small observations and no ``sampler`` 256.
+        window: steps that are stored at a time; default 64, fewer if these would take more than 16 MB, and 256 with
+            small observations and no ``sampler``.
         sampler: draws the rows, such as `PrioritizedSampler`, instead of SB3's uniform draws; it sees stored rows.
         transform: changes sampled rows, a tensordict ``[N]`` (see `Transform`), before they are normalized.
 
@@ -229,12 +232,14 @@ class FlatReplayBuffer(ReplayBuffer):
 
         if window is None:
             # Longer windows cost less: 64 steps, or 256 if rows are small and the buffer holds many.
-            small = sum(
-                math.prod(entry.stored) * entry.dtype.itemsize for entry in self._observations.values()
+            row = sum(
+                math.prod(entry.stored[1:]) * entry.dtype.itemsize for entry in self._observations.values()
             )
             window = min(steps, choose_window(64 * n_envs, n_envs, None))
-            if sampler is None and small <= 2048 and steps >= 16 * 256:
+            if sampler is None and row * n_envs <= 2048 and steps >= 16 * 256:
                 window = 256
+            most = _WAITING_BYTES // max(1, 2 * row * n_envs)  # a row waits with its next observation
+            window = min(window, max(_FEWEST_STEPS, most))
         if steps < check_whole_number("window", window):
             raise ValueError(
                 f"buffer_size={buffer_size} holds {steps} steps of {n_envs} envs, less than a window of {window}: "
