@@ -50,6 +50,8 @@ class Draw:
             buffer for transforms that look ahead.
         chosen: int64 ``[2, M]``, positions in ``slots`` and the slot of the row of the same trajectory that was chosen
             for each; set by the buffer for a transform that chooses rows.
+        scale: what the numbers in ``info`` are relative to, such as the smallest priority. Rows of draws with the same
+            scale can be put into one sample.
     """
 
     slots: Tensor
@@ -61,6 +63,7 @@ class Draw:
     info: dict[str, Tensor] = field(default_factory=dict)
     ahead: Tensor | None = None
     chosen: Tensor | None = None
+    scale: tuple[float, ...] = ()
 
     def ends(self) -> Tensor:
         """Return bool ``[N]``, True where a slice ends or a row is padding; all True for single rows."""
@@ -264,16 +267,25 @@ class Ring:
 
     def unchanged_since(self, draw: Draw) -> bool:
         """Return whether no row or pool entry of ``draw`` has been overwritten since."""
+        return self.overwritten(draw) is None
+
+    def overwritten(self, draw: Draw) -> Tensor | None:
+        """Return which rows of ``draw`` have been overwritten since (a row chosen for one, or its pool entry, counts
+        as part of it): bool ``[N]``, or None if there are none."""
         head = self.head
         drawn_head = draw.version[0]
         if head == drawn_head or not len(draw.slots):
-            return True
+            return None
 
         # Rows from head on are still in their slots; lower numbers have been dropped since the draw.
-        read = draw.slots
+        lost = self.numbers(draw.slots, drawn_head) < head
         if draw.chosen is not None:
-            read = torch.cat([read, draw.chosen[1]])
-        return int(self.numbers(read, drawn_head).min()) >= head
+            at, chosen = draw.chosen
+            lost[at] |= self.numbers(chosen, drawn_head) < head
+
+        if not lost.any():
+            return None
+        return lost
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the counters for :meth:`load_state_dict`."""

@@ -432,16 +432,33 @@ class TrajectoryIndex(Ring):
         return self.head, int(self._state["taken"][0])
 
     @override
-    def unchanged_since(self, draw: Draw) -> bool:
-        state = self._state[0]
-        drawn_head, drawn_taken = draw.version
+    def overwritten(self, draw: Draw) -> Tensor | None:
+        lost = super().overwritten(draw)
+        if int(self._state["taken"][0]) == draw.version[1]:
+            return lost
 
         # A released pool entry may be reused for another row's observation.
-        if int(state["taken"]) != drawn_taken:
-            in_pool = draw.follow is not None and draw.follow.patch.shape[1] > 0
-            if in_pool or draw.ahead is not None or draw.chosen is not None:
-                return False
-        return int(state["head"]) == drawn_head or super().unchanged_since(draw)
+        if draw.ahead is not None or draw.chosen is not None:  # which entries the transforms read is not known
+            return torch.ones(len(draw.slots), dtype=torch.bool)
+        if draw.follow is None or not draw.follow.patch.shape[1]:
+            return lost
+
+        # An entry is taken for one row when that is written, and this row never gets another one. So a row that is
+        # stored and has its entry still has had it since the draw.
+        if lost is None:
+            lost = torch.zeros(len(draw.slots), dtype=torch.bool)
+        at, entries = draw.follow.patch
+        stored = ~lost[at]
+        at = at[stored]
+
+        now = torch.full_like(at, -1)
+        found_at, found = self.follow(draw.slots[at]).patch
+        now[found_at] = found
+        lost[at] = now != entries[stored]
+
+        if not lost.any():
+            return None
+        return lost
 
     @override
     def follow(self, slots: Tensor) -> Follow:
