@@ -146,5 +146,6 @@ def _join_values(values: Any, rows: Tensor, read: Any) -> Any:
     if isinstance(values, list):
         return [values[row] for row in rows.tolist()] + list(read)
     return {
-        key: torch.cat([take_rows(column, rows.to(column.device)), read[key]]) for key, column in values.items()
+        key: torch.cat([take_rows(column, rows.to(column.device)), read[key]])
+        for key, column in values.items()
     }

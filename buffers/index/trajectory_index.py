@@ -438,7 +438,9 @@ class TrajectoryIndex(Ring):
             return lost
 
         # A released pool entry may be reused for another row's observation.
-        if draw.ahead is not None or draw.chosen is not None:  # which entries the transforms read is not known
+        if (
+            draw.ahead is not None or draw.chosen is not None
+        ):  # which entries the transforms read is not known
             return torch.ones(len(draw.slots), dtype=torch.bool)
         if draw.follow is None or not draw.follow.patch.shape[1]:
             return lost

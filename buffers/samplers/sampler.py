@@ -214,9 +214,9 @@ class Sampler(Facts, ABC):
         state_key: an entry in every :meth:`state_dict` of this kind of sampler; :meth:`check_state_dict` refuses
             states without it. Default: None, any state is loaded.
         follows_writes: whether the buffer calls :meth:`claimed` and :meth:`entered`; True if one is overridden.
-        independent: whether :meth:`draw` chooses each row (or slice) independently of the others, so that the buffer may
-            draw again only those that were overwritten while they were read, by :meth:`redraw`. False for a class that
-            overrides :meth:`draw`, unless it sets it; the buffer then draws the whole sample again.
+        independent: whether :meth:`draw` chooses each row (or slice) independently of the others, so that the buffer
+            may draw again only those that were overwritten while they were read, by :meth:`redraw`. False for a class
+            that overrides :meth:`draw`, unless it sets it; the buffer then draws the whole sample again.
         needs_index: whether :meth:`draw` gets a `TrajectoryIndex`; True if :meth:`boundary_keys` is overridden.
 
     A sampler that draws the newest rows twice as often as the others:
