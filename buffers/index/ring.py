@@ -105,6 +105,7 @@ class Ring:
     #: Whether row r is in slot r modulo the capacity.
     in_order = True
     _dtype = np.dtype([("head", "i8"), ("written", "i8"), ("taken", "i8")])
+    _saved_dtype: np.dtype[Any] | None = None  # of the counters in a state, if it is another one
 
     def __init__(self, capacity: int, first: int = 0) -> None:
         check_whole_number("capacity", capacity)
@@ -306,7 +307,7 @@ class Ring:
         if capacity != self.capacity:
             raise ValueError(f"the state is of a ring of {capacity} rows, this one has {self.capacity}")
 
-        check_table("counters", counters, self._dtype, 1)
+        check_table("counters", counters, self._saved_dtype or self._dtype, 1)
         head = int(counters["head"][0])
         written = int(counters["written"][0])
         if not (0 <= head <= written <= head + self.capacity and written < _MOST) or counters["taken"][0] < 0:

@@ -5,9 +5,10 @@ Terms. A *row number* counts every row ever written (64 bits); its *slot* in the
 rows, in row order. A *chain* is a trajectory: its fragments, linked in time order. ``offset`` counts rows from
 the chain's first row ever, and does not change when the ring drops the head of the chain.
 
-Fragments are stored in their own ring (``number & mask``), links are distances between fragment numbers. A
-fragment ends where the next one begins. Besides ``prev``, each has a ``jump`` far back, by the rule of Myers, "An
-applicative random-access stack" (1983), so any offset of a chain of d fragments is found in O(log d) hops.
+Fragments are stored in their own ring, a table of any length (`flatroll.kernels.slices.links.place`); links are
+distances between fragment numbers. A fragment ends where the next one begins. Besides ``prev``, each has a ``jump``
+far back, by the rule of Myers, "An applicative random-access stack" (1983), so any offset of a chain of d fragments is
+found in O(log d) hops.
 """
 
 import numpy as np
@@ -27,8 +28,11 @@ STATE = np.dtype(
         ("ids", "i8"),  # entries of the id table in use
         ("spare", "i8"),  # free pool entries: spare[:state.spare]
         ("taken", "i8"),  # pool entries ever handed out; readers compare it before and after
+        ("base", "i8"),  # number of the fragment at index 0 of the table on the lap of fragment ``first``
     ]
 )
+#: The counters as they are saved: where fragments are in a table is left to the one that loads them.
+SAVED_STATE = np.dtype([(name, "i8") for name in STATE.names if name != "base"])
 FRAGMENT = np.dtype(
     [
         ("first", "i8"),  # row number of its first row
