@@ -165,26 +165,27 @@ def draw_in_numpy(index: TrajectoryIndex, uniform: np.ndarray[Any, Any]) -> np.n
     fragments, chains, state = index._fragments, index._chains, index._state[0]
     count = uniform.shape[1]
 
-    def places(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def places_of(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         at = numbers - state["base"]
-        return np.where(at < len(fragments), at, at - len(fragments))
+        places: np.ndarray[Any, Any] = np.where(at < len(fragments), at, at - len(fragments))
+        return places
 
     live = np.flatnonzero(chains["total"] - chains["dropped"] >= LENGTH)
     chain = live[(uniform[0] * len(live)).astype(np.int64)]
     length = chains["total"][chain] - chains["dropped"][chain]
     offset = chains["dropped"][chain] + (uniform[1] * (length - LENGTH + 1)).astype(np.int64)
     number = chains["last"][chain].copy()
-    while (late := fragments["offset"][places(number)] > offset).any():
-        far = number - fragments["jump"][places(number)]
+    while (late := fragments["offset"][places_of(number)] > offset).any():
+        far = number - fragments["jump"][places_of(number)]
         live = (far < number) & (far >= state["first"])
-        good = live & (fragments["offset"][places(np.where(live, far, number))] > offset)
-        number = np.where(late, np.where(good, far, number - fragments["prev"][places(number)]), number)
+        good = live & (fragments["offset"][places_of(np.where(live, far, number))] > offset)
+        number = np.where(late, np.where(good, far, number - fragments["prev"][places_of(number)]), number)
     rows = np.empty((count, LENGTH), np.int64)
     at = np.arange(LENGTH)
     filled_to = np.zeros(count, np.int64)
     while (open_ := filled_to < LENGTH).any():
-        f = fragments[places(number)]
-        later = fragments["first"][places(np.minimum(number + 1, state["end"] - 1))]
+        f = fragments[places_of(number)]
+        later = fragments["first"][places_of(np.minimum(number + 1, state["end"] - 1))]
         stop = np.where(number + 1 < state["end"], later, state["written"])
         first = f["first"] + offset + filled_to - f["offset"]
         here = open_[:, None] & (at >= filled_to[:, None])

@@ -41,7 +41,9 @@ class Lost(NamedTuple):
             return cls(draw, rows, rows)
 
         # The slice of a row is the last one that begins at it or before it.
-        units = (torch.searchsorted(draw.firsts, rows, right=True) - 1).unique()
+        lost = torch.zeros(len(draw.firsts), dtype=torch.bool)
+        lost[torch.searchsorted(draw.firsts, rows, right=True) - 1] = True
+        units = lost.nonzero().squeeze(1)
         return cls(draw, units, _rows_of(draw, units))
 
 

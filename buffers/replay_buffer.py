@@ -545,9 +545,8 @@ class ReplayBuffer(Facts):
 
         compact = self.storage.compact_obs
         draw = sampler.redraw(ring, size, len(lost.units), len(lost.rows), self.generator, compact)
-        if (
-            draw.scale != lost.draw.scale
-        ):  # the weights of the other rows would be relative to another minimum
+        # Else the weights of the rows that are left would be relative to another minimum.
+        if draw.scale != lost.draw.scale:
             return None
         return self._add_rows_to_read(ring, draw)
 

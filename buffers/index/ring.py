@@ -271,8 +271,10 @@ class Ring:
         return self.overwritten(draw) is None
 
     def overwritten(self, draw: Draw) -> Tensor | None:
-        """Return which rows of ``draw`` have been overwritten since (a row chosen for one, or its pool entry, counts
-        as part of it): bool ``[N]``, or None if there are none."""
+        """Return which rows of ``draw`` have been overwritten since, bool ``[N]``; None if there are none.
+
+        The pool entry of a row, and the row that was chosen for it, count as parts of it.
+        """
         head = self.head
         drawn_head = draw.version[0]
         if head == drawn_head or not len(draw.slots):
