@@ -163,22 +163,30 @@ def by_writers() -> str:
 def draw_in_numpy(index: TrajectoryIndex, uniform: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Draw slices as `TrajectoryIndex.draw` does, with NumPy; for trajectories of full length only."""
     fragments, chains, state = index._fragments, index._chains, index._state[0]
-    mask, count = len(fragments) - 1, uniform.shape[1]
+    count = uniform.shape[1]
+
+    def places_of(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        at = numbers - state["base"]
+        places: np.ndarray[Any, Any] = np.where(at < len(fragments), at, at - len(fragments))
+        return places
+
     live = np.flatnonzero(chains["total"] - chains["dropped"] >= LENGTH)
     chain = live[(uniform[0] * len(live)).astype(np.int64)]
     length = chains["total"][chain] - chains["dropped"][chain]
     offset = chains["dropped"][chain] + (uniform[1] * (length - LENGTH + 1)).astype(np.int64)
     number = chains["last"][chain].copy()
-    while (late := fragments["offset"][number & mask] > offset).any():
-        far = number - fragments["jump"][number & mask]
-        good = (far < number) & (far >= state["first"]) & (fragments["offset"][far & mask] > offset)
-        number = np.where(late, np.where(good, far, number - fragments["prev"][number & mask]), number)
+    while (late := fragments["offset"][places_of(number)] > offset).any():
+        far = number - fragments["jump"][places_of(number)]
+        live = (far < number) & (far >= state["first"])
+        good = live & (fragments["offset"][places_of(np.where(live, far, number))] > offset)
+        number = np.where(late, np.where(good, far, number - fragments["prev"][places_of(number)]), number)
     rows = np.empty((count, LENGTH), np.int64)
     at = np.arange(LENGTH)
     filled_to = np.zeros(count, np.int64)
     while (open_ := filled_to < LENGTH).any():
-        f = fragments[number & mask]
-        stop = np.where(number + 1 < state["end"], fragments["first"][(number + 1) & mask], state["written"])
+        f = fragments[places_of(number)]
+        later = fragments["first"][places_of(np.minimum(number + 1, state["end"] - 1))]
+        stop = np.where(number + 1 < state["end"], later, state["written"])
         first = f["first"] + offset + filled_to - f["offset"]
         here = open_[:, None] & (at >= filled_to[:, None])
         rows[here] = (first[:, None] + at - filled_to[:, None])[here]

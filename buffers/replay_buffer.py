@@ -24,6 +24,7 @@ from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.index.saved_tables import check_saved_generator, damaged, reading_tables
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.prefetcher import Prefetcher
+from flatroll.buffers.redrawing import Lost, put_part
 from flatroll.buffers.remote import BufferHandle, Service
 from flatroll.buffers.samplers.sampler import RandomSampler, Sampler
 from flatroll.buffers.sharing import pickle_by_value, reseed_in_worker
@@ -81,6 +82,8 @@ _PER_PROCESS = (
 )
 #: Attributes changed by a write, in this order.
 _WRITTEN = ("storage", "sampler", "writer", "ring", "markers", "started")
+#: How often a sample is read, in whole or in part, before writers have to wait for it.
+_TRIES = 8
 #: Entries of a saved state.
 _ENTRIES = {"storage", "ring", "keys", "sampler", "writer", "generator"}
 
@@ -95,8 +98,8 @@ class ReplayBuffer(Facts):
     `ListStorage` from any items. Once the storage is full, each new row overwrites the oldest one. A sample owns its
     memory and always has the same entries; the sampler marks it before transforms are applied.
 
-    ``extend`` and ``sample`` are thread-safe: a row is sampled only once all its columns are written, and a sample is
-    redrawn if one of its rows was overwritten while it was read.
+    ``extend`` and ``sample`` are thread-safe: a row is sampled only once all its columns are written, and rows (with a
+    `SliceSampler`: slices) that were overwritten while they were read are drawn again.
 
     Args:
         storage: stores the rows, default ``ListStorage(1000)``.
@@ -334,8 +337,8 @@ class ReplayBuffer(Facts):
     def _store(self, ring: Ring, rows: Rows, filled: bool, prioritize: bool) -> Tensor:
         """Claim slots, copy the rows (unless the storage is ``filled`` with them), publish them; int64 ``[N]``.
 
-        The copy runs without the readers' lock: claimed slots are not drawn, and an earlier sample with one of them
-        is redrawn.
+        The copy runs without the readers' lock: claimed slots are not drawn, and earlier draws of one of them are
+        drawn again.
         """
         storage = self.storage
         sampler = self.sampler
@@ -521,7 +524,9 @@ class ReplayBuffer(Facts):
             draw = self._draw(ring, size)
             ended = self.sampler.ran_out
 
-        read = partial(self.read_drawn, ring, draw, partial(self._draw, size=size), self._gather)
+        draw_again = partial(self._draw, size=size)
+        draw_part = partial(self._draw_part, size)
+        read = partial(self.read_drawn, ring, draw, draw_again, self._gather, draw_part)
         return read, partial(self._finish_sample, ended)
 
     def _draw(self, ring: Ring, size: int = 0, slots: Tensor | None = None, strict: bool = True) -> Draw:
@@ -530,7 +535,23 @@ class ReplayBuffer(Facts):
             draw = self.sampler.draw(ring, size, self.generator, self.storage.compact_obs)
         else:
             draw = ring.draw_slots(slots, strict, self.storage.compact_obs)
+        return self._add_rows_to_read(ring, draw)
 
+    def _draw_part(self, size: int, ring: Ring, lost: Lost) -> Draw | None:
+        """Draw rows in the place of the lost ones of a sample of ``size`` rows; None if all must be drawn again."""
+        sampler = self.sampler
+        if not sampler.independent or lost.draw.chosen is not None:
+            return None
+
+        compact = self.storage.compact_obs
+        draw = sampler.redraw(ring, size, len(lost.units), len(lost.rows), self.generator, compact)
+        # Else the weights of the rows that are left would be relative to another minimum.
+        if draw.scale != lost.draw.scale:
+            return None
+        return self._add_rows_to_read(ring, draw)
+
+    def _add_rows_to_read(self, ring: Ring, draw: Draw) -> Draw:
+        """Add to a draw which other rows transforms read."""
         if self.transforms and isinstance(ring, TrajectoryIndex):
             steps = max(map(lookahead, self.transforms))
             if steps:
@@ -567,26 +588,50 @@ class ReplayBuffer(Facts):
         return data, info, ended
 
     def read_drawn(
-        self, ring: Ring, draw: Draw, draw_again: Callable[[Ring], Draw], read: Callable[[Ring, Draw], T]
+        self,
+        ring: Ring,
+        draw: Draw,
+        draw_again: Callable[[Ring], Draw],
+        read: Callable[[Ring, Draw], T],
+        draw_part: Callable[[Ring, Lost], Draw | None] | None = None,
     ) -> tuple[Draw, T]:
         """Return ``read(ring, draw)``, called without a lock, and its draw.
 
-        If another thread overwrote one of the rows meanwhile, ``draw_again(ring)`` redraws under the lock.
+        If another thread overwrote some of the rows meanwhile, ``draw_part(ring, lost)`` draws others in their place
+        under the lock, and only these are read; the others were complete when they were read. Without ``draw_part``,
+        or if that returns None, ``draw_again(ring)`` draws all rows again.
         """
-        for _ in range(8):
+        # What was read before, from the whole draw to smaller and smaller parts, each without its lost rows.
+        before: list[tuple[Lost, T]] = []
+
+        def draw_next() -> tuple[Ring, Draw]:
+            if before and draw_part is not None and ring is self.ring:
+                part = draw_part(ring, before[-1][0])
+                if part is not None:
+                    return ring, part
+            before.clear()
+            return self.ring, draw_again(self.ring)
+
+        for _ in range(_TRIES):
             # Other threads may write meanwhile; the counters then reveal overwritten rows.
             values = read(ring, draw)
             with self.lock:
-                if ring is self.ring and ring.unchanged_since(draw):
-                    return draw, values
-                ring = self.ring
-                draw = draw_again(ring)
+                if ring is self.ring:
+                    overwritten = ring.overwritten(draw)
+                    if overwritten is None:
+                        break
+                    if draw_part is not None:
+                        before.append((Lost.of(draw, overwritten), values))
+                ring, draw = draw_next()
+        else:
+            with self.write_lock:  # a small ring with fast writers: block them this once
+                with self.lock:
+                    ring, draw = draw_next()
+                values = read(ring, draw)
 
-        with self.write_lock:  # a small ring with fast writers: block them this once
-            with self.lock:
-                ring = self.ring
-                draw = draw_again(ring)
-            return draw, read(ring, draw)
+        for lost, kept in reversed(before):
+            draw, values = put_part(lost, kept, draw, values)
+        return draw, values
 
     def _inform(self, values: Any, info: dict[str, Tensor]) -> Any:
         """Add info entries to the storage's output (columns by key, or a list of items)."""

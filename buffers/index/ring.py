@@ -50,6 +50,8 @@ class Draw:
             buffer for transforms that look ahead.
         chosen: int64 ``[2, M]``, positions in ``slots`` and the slot of the row of the same trajectory that was chosen
             for each; set by the buffer for a transform that chooses rows.
+        scale: what the numbers in ``info`` are relative to, such as the smallest priority. Rows of draws with the same
+            scale can be put into one sample.
     """
 
     slots: Tensor
@@ -61,6 +63,7 @@ class Draw:
     info: dict[str, Tensor] = field(default_factory=dict)
     ahead: Tensor | None = None
     chosen: Tensor | None = None
+    scale: tuple[float, ...] = ()
 
     def ends(self) -> Tensor:
         """Return bool ``[N]``, True where a slice ends or a row is padding; all True for single rows."""
@@ -102,6 +105,7 @@ class Ring:
     #: Whether row r is in slot r modulo the capacity.
     in_order = True
     _dtype = np.dtype([("head", "i8"), ("written", "i8"), ("taken", "i8")])
+    _saved_dtype: np.dtype[Any] | None = None  # of the counters in a state, if it is another one
 
     def __init__(self, capacity: int, first: int = 0) -> None:
         check_whole_number("capacity", capacity)
@@ -264,16 +268,27 @@ class Ring:
 
     def unchanged_since(self, draw: Draw) -> bool:
         """Return whether no row or pool entry of ``draw`` has been overwritten since."""
+        return self.overwritten(draw) is None
+
+    def overwritten(self, draw: Draw) -> Tensor | None:
+        """Return which rows of ``draw`` have been overwritten since, bool ``[N]``; None if there are none.
+
+        The pool entry of a row, and the row that was chosen for it, count as parts of it.
+        """
         head = self.head
         drawn_head = draw.version[0]
         if head == drawn_head or not len(draw.slots):
-            return True
+            return None
 
         # Rows from head on are still in their slots; lower numbers have been dropped since the draw.
-        read = draw.slots
+        lost = self.numbers(draw.slots, drawn_head) < head
         if draw.chosen is not None:
-            read = torch.cat([read, draw.chosen[1]])
-        return int(self.numbers(read, drawn_head).min()) >= head
+            at, chosen = draw.chosen
+            lost[at] |= self.numbers(chosen, drawn_head) < head
+
+        if not lost.any():
+            return None
+        return lost
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the counters for :meth:`load_state_dict`."""
@@ -294,7 +309,7 @@ class Ring:
         if capacity != self.capacity:
             raise ValueError(f"the state is of a ring of {capacity} rows, this one has {self.capacity}")
 
-        check_table("counters", counters, self._dtype, 1)
+        check_table("counters", counters, self._saved_dtype or self._dtype, 1)
         head = int(counters["head"][0])
         written = int(counters["written"][0])
         if not (0 <= head <= written <= head + self.capacity and written < _MOST) or counters["taken"][0] < 0:

@@ -118,8 +118,11 @@ class RankedRing(Ring):
         return self.written, 0
 
     @override
-    def unchanged_since(self, draw: Draw) -> bool:
-        return bool((self.numbers(draw.slots, 0) < draw.version[0]).all())
+    def overwritten(self, draw: Draw) -> Tensor | None:
+        lost = self.numbers(draw.slots, 0) >= draw.version[0]
+        if not lost.any():
+            return None
+        return lost
 
     _TABLES = ("_state", "_heap", "_rank", "_number")
 

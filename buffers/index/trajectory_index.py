@@ -1,5 +1,6 @@
 """The trajectory index: tracks which stored rows follow each other, updated at every write."""
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
@@ -14,7 +15,7 @@ from typing_extensions import override
 from flatroll.buffers.index.fragments import NONE, Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.buffers.index.saved_tables import SavedFragments
-from flatroll.kernels.rows.records import CHAIN, ENTRY, FRAGMENT, STATE
+from flatroll.kernels.rows.records import CHAIN, ENTRY, FRAGMENT, SAVED_STATE, STATE
 from flatroll.layout.checks import check_choice, check_whole_number
 
 By = Literal["trajectory", "start"]
@@ -24,6 +25,9 @@ Way: TypeAlias = tuple[int, bool, bool, int]  # way of drawing: length, by start
 
 #: ``choose(at, count)``: see `TrajectoryIndex.choose`.
 Choose: TypeAlias = Callable[[Array, Array], tuple[Array, Array]]
+
+#: Entries from which on a table grows at once to what all rows will need: to copy more would take too long.
+_LARGE = 2**18
 
 NO_PATCH: Array = np.zeros((2, 0), np.int64)
 NOTHING: Compare = (np.zeros((0, 4), np.int64), NONE, 0, False)
@@ -73,6 +77,7 @@ class TrajectoryIndex(Ring):
     """
 
     _dtype = STATE
+    _saved_dtype = SAVED_STATE
 
     def __init__(self, capacity: int, first: int = 0) -> None:
         super().__init__(capacity, first)
@@ -133,7 +138,7 @@ class TrajectoryIndex(Ring):
         values.
         """
         count = len(fragments.firsts)
-        self._reserve(count, count)  # trajectories at most
+        self._reserve(count, fragments.rows, before)
         self._changing = True
         self._claimed = -1, 0
 
@@ -189,9 +194,9 @@ class TrajectoryIndex(Ring):
 
     def tail_entries(self, chains: Array) -> Array:
         """Return the pool entry of the last row of each trajectory in ``chains`` (int64), -1 for none."""
-        # Fragment n is at index n modulo the table's length, a power of two.
-        numbers = self._chains["last"][chains] & (len(self._fragments) - 1)
-        return np.asarray(self._fragments["pool"][numbers], np.int64)
+        # The places of `flatroll.kernels.slices.links.place`.
+        at = (self._chains["last"][chains] - self._state["base"][0]) % len(self._fragments)
+        return np.asarray(self._fragments["pool"][at], np.int64)
 
     # -- reading -----------------------------------------------------------------------------------------------
 
@@ -432,16 +437,35 @@ class TrajectoryIndex(Ring):
         return self.head, int(self._state["taken"][0])
 
     @override
-    def unchanged_since(self, draw: Draw) -> bool:
-        state = self._state[0]
-        drawn_head, drawn_taken = draw.version
+    def overwritten(self, draw: Draw) -> Tensor | None:
+        lost = super().overwritten(draw)
+        if int(self._state["taken"][0]) == draw.version[1]:
+            return lost
 
         # A released pool entry may be reused for another row's observation.
-        if int(state["taken"]) != drawn_taken:
-            in_pool = draw.follow is not None and draw.follow.patch.shape[1] > 0
-            if in_pool or draw.ahead is not None or draw.chosen is not None:
-                return False
-        return int(state["head"]) == drawn_head or super().unchanged_since(draw)
+        if (
+            draw.ahead is not None or draw.chosen is not None
+        ):  # which entries the transforms read is not known
+            return torch.ones(len(draw.slots), dtype=torch.bool)
+        if draw.follow is None or not draw.follow.patch.shape[1]:
+            return lost
+
+        # An entry is taken for one row when that is written, and this row never gets another one. So a row that is
+        # stored and has its entry still has had it since the draw.
+        if lost is None:
+            lost = torch.zeros(len(draw.slots), dtype=torch.bool)
+        at, entries = draw.follow.patch
+        stored = ~lost[at]
+        at = at[stored]
+
+        now = torch.full_like(at, -1)
+        found_at, found = self.follow(draw.slots[at]).patch
+        now[found_at] = found
+        lost[at] = now != entries[stored]
+
+        if not lost.any():
+            return None
+        return lost
 
     @override
     def follow(self, slots: Tensor) -> Follow:
@@ -550,11 +574,21 @@ class TrajectoryIndex(Ring):
 
     # -- state -----------------------------------------------------------------------------------------------------
 
-    _TABLES = ("_state", "_fragments", "_chains", "_table", "_spare")
-
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"capacity": self.capacity} | {name[1:]: getattr(self, name).copy() for name in self._TABLES}
+        # Saved as in earlier versions: fragment n is at index n modulo the length of its table, a power of two.
+        first = int(self._state["first"][0])
+        fragments = np.zeros(_power_of_two(self.fragments), FRAGMENT)
+        self._copy_fragments(fragments, first - first % len(fragments))
+
+        return {
+            "capacity": self.capacity,
+            "state": self._state[list(SAVED_STATE.names or ())].astype(SAVED_STATE),
+            "fragments": fragments,
+            "chains": self._chains[: int(self._state["slots"][0])].copy(),
+            "table": self._table.copy(),
+            "spare": self._spare.copy(),
+        }
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -565,9 +599,10 @@ class TrajectoryIndex(Ring):
         counters = self._checked_counters(state["capacity"], state["state"])
         saved = SavedFragments.read(counters[0], state)
 
-        self._state[:] = counters
-        self._fragments = np.zeros(_power_of_two(len(saved.firsts)), FRAGMENT)
-        self._chains = np.zeros(_power_of_two(len(saved.ids)), CHAIN)
+        for name in SAVED_STATE.names or ():
+            self._state[name] = counters[name]
+        self._fragments = np.zeros(self._size(len(saved.firsts)), FRAGMENT)
+        self._chains = np.zeros(self._size(len(saved.ids)), CHAIN)
         self._table = np.zeros(64, ENTRY)
         self._spare = np.zeros(len(state["spare"]), np.int64)
         _kernels().publishing.rebuild(self._state, self._fragments, self._chains, self._spare, *saved)
@@ -598,9 +633,8 @@ class TrajectoryIndex(Ring):
 
         if key not in self._weights:
             used = int(self._state["slots"][0])
-            chains = len(self._chains)
-            weight = np.zeros(chains, np.int64)
-            tree = np.zeros(chains + 1, np.int64)
+            weight = np.zeros(len(self._chains), np.int64)
+            tree = np.zeros(_power_of_two(len(weight)) + 1, np.int64)
             _kernels().publishing.weigh(self._chains, np.arange(used), used, weight, tree, *key)
             self._weights[key] = weight, tree
             if len(self._weights) > 4:
@@ -615,31 +649,65 @@ class TrajectoryIndex(Ring):
             _kernels().publishing.weigh(self._chains, touched, count, weight, tree, *key)
         self._changing = False
 
-    def _reserve(self, fragments: int, chains: int) -> None:
-        """Reserve space for more fragments and trajectories. Table lengths are powers of two."""
+    def _reserve(self, fragments: int, rows: int, before: Array) -> None:
+        """Reserve space for the fragments of a write of ``rows`` rows; ``before`` is what :meth:`link` found."""
         state = self._state[0]
+        stored = int(state["written"] - state["head"])
+
         live = int(state["end"] - state["first"])
-
         if live + fragments > len(self._fragments):
-            numbers = np.arange(state["first"], state["end"])  # number n is at index n modulo the length
-            larger = np.zeros(_power_of_two(live + fragments), self._fragments.dtype)
-            larger[numbers & (len(larger) - 1)] = self._fragments[numbers & (len(self._fragments) - 1)]
+            size = self._size(live + fragments, max((live + fragments) / (stored + rows), fragments / rows))
+            larger = np.zeros(size, self._fragments.dtype)
+            first = int(state["first"])
+            self._copy_fragments(larger, first)
             self._fragments = larger
+            self._state["base"] = first
 
-        if int(state["slots"]) + chains > len(self._chains):
-            larger = np.zeros(_power_of_two(int(state["slots"]) + chains), self._chains.dtype)
-            larger[: len(self._chains)] = self._chains
-            self._chains = larger
-            self._weights.clear()  # they are as long as the table; the next draw computes new ones
+        used = int(state["slots"])
+        if used + fragments > len(self._chains):
+            # Trajectories that have lost all their rows leave their places to new ones.
+            created = int((before == -1).sum())
+            needed = int(state["live"]) + created
+            if needed > len(self._chains):
+                size = self._size(needed, max(needed / (stored + rows), created / rows))
+                larger = np.zeros(size, self._chains.dtype)
+                larger[:used] = self._chains[:used]
+                self._chains = larger
+                self._weights.clear()  # they are as long as the table; the next draw computes new ones
 
         # The hash table of ids is at most half full; a new one drops the ids of closed trajectories.
-        if 2 * (int(state["ids"]) + chains) > len(self._table):
-            larger = np.zeros(_power_of_two(4 * (int(state["open"]) + chains)), self._table.dtype)
+        if 2 * (int(state["ids"]) + fragments) > len(self._table):
+            larger = np.zeros(_power_of_two(4 * (int(state["open"]) + fragments)), self._table.dtype)
             self._state["ids"] = _kernels().publishing.rehash(self._table, self._chains, larger)
             self._table = larger
 
         if len(self._touched) < fragments:
             self._touched = np.zeros(_power_of_two(fragments), np.int64)
+
+    def _size(self, needed: int, per_row: float = 0.0) -> int:
+        """Return the length of a table for ``needed`` entries, given how many entries there are for each row.
+
+        Small tables are doubled. A large one is reserved for as many rows as the ring holds: the operating system
+        gives the memory when it is written, and copying millions of entries would keep readers waiting.
+        """
+        size = _power_of_two(needed)
+        if size > _LARGE and per_row:
+            size = max(needed, math.ceil(1.05 * per_row * self.capacity))
+        return max(needed, min(size, self.capacity))
+
+    def _copy_fragments(self, target: Array, base: int) -> None:
+        """Copy the live fragments to a table in which fragment ``base`` is at index 0."""
+        number = int(self._state["first"][0])
+        end = int(self._state["end"][0])
+        size = len(self._fragments)
+
+        while number < end:
+            # The longest stretch that ends at the end of neither table; a plain copy is fast.
+            at = (number - int(self._state["base"][0])) % size
+            to = (number - base) % len(target)
+            count = min(end - number, size - at, len(target) - to)
+            target[to : to + count] = self._fragments[at : at + count]
+            number += count
 
 
 def _power_of_two(least: int) -> int:

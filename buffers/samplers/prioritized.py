@@ -70,6 +70,7 @@ class PrioritizedSampler(RandomSampler):
     tensor(True)
     """
 
+    independent = True
     _shown: ClassVar[tuple[str, ...]] = ("alpha", "beta", "eps", "reduction")
 
     def __init__(
@@ -246,7 +247,13 @@ class PrioritizedSampler(RandomSampler):
         following = None
         if follow and isinstance(ring, TrajectoryIndex):
             following = ring.follow(slots)
-        return Draw(slots, follow=following, version=ring.version, info=info)
+        return Draw(slots, follow=following, version=ring.version, info=info, scale=self._scale)
+
+    @property
+    def _scale(self) -> tuple[float, ...]:
+        """What importance weights are relative to: see `Draw.scale`."""
+        priorities = self.priorities
+        return priorities.tree.least, priorities.alpha, priorities.eps, self._beta
 
     def _choose(
         self, ring: Ring, count: int, generator: torch.Generator | None
@@ -500,14 +507,15 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
             self.priorities.weigh(ring.shortened_trajectories(self._least, self._head), allow=True)
 
     @override
-    def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
+    def _draw_rows(
+        self, ring: Ring, batch_size: int, length: int, generator: torch.Generator | None, follow: bool
+    ) -> Draw:
         """Draw slices with ``batch_size`` rows in all; without ``fill``, fewer if some slices are short.
 
         Raises:
             RuntimeError: nothing is stored, no trajectory is long enough, or all priorities are 0 and so is ``eps``.
         """
         index = indexed(ring, self)
-        length = self._length(batch_size)
         least = length - spans(self.span, length)[1]
 
         if least != self._least:  # other starts: search all again
@@ -519,9 +527,10 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler):
 
         more = partial(self._slices, index, length, generator, follow)
         draw = more(batch_size // length)
-        if len(draw.slots) == batch_size or not self.fill:
-            return draw
-        return fill(draw, batch_size, more)
+        if len(draw.slots) != batch_size and self.fill:
+            draw = fill(draw, batch_size, more)
+        draw.scale = self._scale
+        return draw
 
     def _slices(
         self, index: TrajectoryIndex, length: int, generator: torch.Generator | None, follow: bool, count: int

@@ -203,7 +203,7 @@ class Sampler(Facts, ABC):
     class leaves the stored markers unchanged. To draw slices, subclass `SliceSampler`.
 
     The buffer calls :meth:`claimed`, :meth:`entered` (both only if overridden) and :meth:`draw` under its lock. It
-    then reads the rows, and redraws if one of them was overwritten meanwhile.
+    then reads the rows, and draws again what was overwritten meanwhile.
 
     Attributes:
         ran_out: whether the last sample ended a pass over the rows (samplers without replacement); iterating over
@@ -214,6 +214,9 @@ class Sampler(Facts, ABC):
         state_key: an entry in every :meth:`state_dict` of this kind of sampler; :meth:`check_state_dict` refuses
             states without it. Default: None, any state is loaded.
         follows_writes: whether the buffer calls :meth:`claimed` and :meth:`entered`; True if one is overridden.
+        independent: whether :meth:`draw` chooses each row (or slice) independently of the others, so that the buffer
+            may draw again only those that were overwritten while they were read, by :meth:`redraw`. False for a class
+            that overrides :meth:`draw`, unless it sets it; the buffer then draws the whole sample again.
         needs_index: whether :meth:`draw` gets a `TrajectoryIndex`; True if :meth:`boundary_keys` is overridden.
 
     A sampler that draws the newest rows twice as often as the others:
@@ -237,6 +240,7 @@ class Sampler(Facts, ABC):
     stateful: bool = False
     follows_writes: bool = False
     needs_index: bool = False
+    independent: bool = False
     freshness: Freshness | None = None  # set by the option max_policy_lag
     state_key: str | None = None
 
@@ -245,6 +249,8 @@ class Sampler(Facts, ABC):
         if "stateful" not in vars(cls):
             hooks = ("claimed", "entered", "emptied", "update_priority", "state_dict")
             cls.stateful = overrides(cls, Sampler, *hooks)
+        if "draw" in vars(cls) and "independent" not in vars(cls):
+            cls.independent = False
         cls.follows_writes = overrides(cls, Sampler, "claimed", "entered")
         cls.needs_index = overrides(cls, Sampler, "boundary_keys")
 
@@ -308,6 +314,28 @@ class Sampler(Facts, ABC):
         Raises:
             RuntimeError: nothing is stored (`Ring.check_not_empty`).
         """
+
+    def redraw(
+        self,
+        ring: Ring,
+        batch_size: int,
+        units: int,
+        rows: int,
+        generator: torch.Generator | None,
+        follow: bool,
+    ) -> Draw:
+        """Choose rows in the place of some of a draw's rows; only of `independent` samplers.
+
+        Args:
+            ring, generator, follow: see :meth:`draw`.
+            batch_size: number of rows of the whole draw.
+            units: number of rows to replace, or of slices.
+            rows: number of their rows.
+
+        Returns:
+            a `Draw` of ``rows`` rows, or of ``units`` slices if a draw has a fixed number of slices instead of rows.
+        """
+        return self.draw(ring, rows, generator, follow)
 
     def mark(self, columns: Columns, draw: Draw) -> None:
         """Set the markers, such as ``is_init``, in the sample's ``columns`` (tensors ``[N, ...]`` by key)."""
@@ -378,6 +406,8 @@ class RandomSampler(Sampler):
     >>> ReplayBuffer(storage=LazyTensorStorage(10), sampler=RandomSampler(), batch_size=4).batch_size
     4
     """
+
+    independent = True
 
     def __init__(self, max_policy_lag: int | None = None) -> None:
         self.freshness = freshness(max_policy_lag)

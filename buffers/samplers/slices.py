@@ -85,6 +85,7 @@ class SliceSampler(Sampler):
     [True, False, False, True, False, False]
     """
 
+    independent = True
     _not_at = ""  # why slices of this sampler cannot begin at marked rows; empty if they can
 
     _shown: ClassVar[tuple[str, ...]] = (
@@ -243,11 +244,36 @@ class SliceSampler(Sampler):
 
     def draw(self, ring: Ring, batch_size: int, generator: torch.Generator | None, follow: bool) -> Draw:
         """Draw slices with ``batch_size`` rows in all; without ``fill``, fewer if slices are short and not padded."""
+        return self._draw_rows(ring, batch_size, self._length(batch_size), generator, follow)
+
+    @override
+    def redraw(
+        self,
+        ring: Ring,
+        batch_size: int,
+        units: int,
+        rows: int,
+        generator: torch.Generator | None,
+        follow: bool,
+    ) -> Draw:
+        length = self._length(batch_size)
+        draw = self._draw_rows(ring, units * length, length, generator, follow)
+        if self.pad_output or not self.fill or len(draw.slots) == rows:
+            return draw
+
+        # A lost slice may be shorter: of as many rows as asked for, these are the first ones.
+        shorter = cut(draw, rows)
+        shorter.scale = draw.scale
+        return shorter
+
+    def _draw_rows(
+        self, ring: Ring, batch_size: int, length: int, generator: torch.Generator | None, follow: bool
+    ) -> Draw:
+        """Do the same as :meth:`draw` with slices of up to ``length`` rows."""
         if isinstance(ring, TrajectoryIndex):
             index = ring
         else:
             index = indexed(ring, self)
-        length = self.slice_len or batch_size // (self.num_slices or 1)
 
         marks = None
         if self._storage is not None and self.start_key is not None:

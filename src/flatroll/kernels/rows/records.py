@@ -5,28 +5,35 @@ Terms. A *row number* counts every row ever written (64 bits); its *slot* in the
 rows, in row order. A *chain* is a trajectory: its fragments, linked in time order. ``offset`` counts rows from
 the chain's first row ever, and does not change when the ring drops the head of the chain.
 
-Fragments are stored in their own ring (``number & mask``), links are distances between fragment numbers. A
-fragment ends where the next one begins. Besides ``prev``, each has a ``jump`` far back, by the rule of Myers, "An
-applicative random-access stack" (1983), so any offset of a chain of d fragments is found in O(log d) hops.
+Fragments are stored in their own ring, a table of any length (`flatroll.kernels.slices.links.place`); links are
+distances between fragment numbers. A fragment ends where the next one begins. Besides ``prev``, each has a ``jump``
+far back, by the rule of Myers, "An applicative random-access stack" (1983), so any offset of a chain of d fragments is
+found in O(log d) hops.
 """
 
 import numpy as np
 
+_COUNTERS = [
+    ("head", "i8"),  # oldest row that may be read
+    ("written", "i8"),  # rows ever published
+    ("first", "i8"),  # number of the oldest live fragment
+    ("end", "i8"),  # number the next fragment will get
+    ("created", "i8"),  # trajectories ever begun
+    ("live", "i8"),  # trajectories with a live row
+    ("open", "i8"),  # of them, those whose last row is not done
+    ("slots", "i8"),  # chain slots ever used
+    ("free", "i8"),  # 1 + first free chain slot (a list through chain.last), 0 if none
+    ("newest", "i8"),  # 1 + chain of the newest row, 0 if none
+    ("ids", "i8"),  # entries of the id table in use
+    ("spare", "i8"),  # free pool entries: spare[:state.spare]
+    ("taken", "i8"),  # pool entries ever handed out; readers compare it before and after
+]
+#: The counters as they are saved: where fragments are in a table is left to the one that loads them.
+SAVED_STATE = np.dtype(_COUNTERS)
 STATE = np.dtype(
     [
-        ("head", "i8"),  # oldest row that may be read
-        ("written", "i8"),  # rows ever published
-        ("first", "i8"),  # number of the oldest live fragment
-        ("end", "i8"),  # number the next fragment will get
-        ("created", "i8"),  # trajectories ever begun
-        ("live", "i8"),  # trajectories with a live row
-        ("open", "i8"),  # of them, those whose last row is not done
-        ("slots", "i8"),  # chain slots ever used
-        ("free", "i8"),  # 1 + first free chain slot (a list through chain.last), 0 if none
-        ("newest", "i8"),  # 1 + chain of the newest row, 0 if none
-        ("ids", "i8"),  # entries of the id table in use
-        ("spare", "i8"),  # free pool entries: spare[:state.spare]
-        ("taken", "i8"),  # pool entries ever handed out; readers compare it before and after
+        *_COUNTERS,
+        ("base", "i8"),  # number of the fragment at index 0 of the table on the lap of fragment ``first``
     ]
 )
 FRAGMENT = np.dtype(

@@ -17,6 +17,7 @@ from flatroll.kernels.rows.raw_memory import ask, flags, numbers
 from flatroll.kernels.slices.links import (
     draw_chain,
     fragment_stop,
+    place,
     row_in_slot_0,
     row_slot,
     rows_in_slots,
@@ -26,6 +27,7 @@ from flatroll.kernels.slices.links import (
 
 @compiled()
 def _write_next(
+    state: Records,
     fragments: Records,
     capacity: Int,
     slot_0: Int,
@@ -41,13 +43,13 @@ def _write_next(
 
     The row belongs to fragment ``number``, which ends at row ``stop``; ``next_row`` is the row number after it.
     """
-    f = fragments[number & (len(fragments) - 1)]
+    f = fragments[place(state, fragments, number)]
     if next_row < stop:
         follow[position] = row_slot(next_row, slot_0, capacity)
         return patched
 
     # the last row of its fragment: the trajectory continues with the first row of the next fragment, if there is one
-    later = fragments[(number + f.next) & (len(fragments) - 1)].first
+    later = fragments[place(state, fragments, number + f.next)].first
     if f.next:
         follow[position] = row_slot(later, slot_0, capacity)
     else:
@@ -61,9 +63,9 @@ def _write_next(
 
 
 @compiled()
-def _ask_for(fragments: Records, number: Int) -> None:
+def _ask_for(state: Records, fragments: Records, number: Int) -> None:
     """Prefetch fragment ``number`` and its end, which are read one round later."""
-    address = np.int64(fragments.ctypes.data) + (number & (len(fragments) - 1)) * fragments.itemsize
+    address = np.int64(fragments.ctypes.data) + place(state, fragments, number) * fragments.itemsize
     ask(address)
     # the last byte of the next fragment's ``first``, which may be in the next cache line
     ask(address + fragments.itemsize + 7)
@@ -94,8 +96,6 @@ def walk(
         slots: int64 ``[rows]``, the result.
         follow, patch: see above.
     """
-    mask = len(fragments) - 1
-
     # back to the fragments that hold the offsets, one link per round
     pending = len(number)
     while pending:
@@ -104,7 +104,7 @@ def walk(
             target = step_back(state, fragments, number[j], offset[j])
             pending += target != number[j]
             number[j] = target
-            _ask_for(fragments, target)
+            _ask_for(state, fragments, target)
 
     # forward, one fragment per round
     patched = 0
@@ -121,7 +121,7 @@ def walk(
 
             k = number[j]
             first = at[j]
-            f = fragments[k & mask]
+            f = fragments[place(state, fragments, k)]
             row = f.first + offset[j] - f.offset
             stop = fragment_stop(state, fragments, k)
             take = min(stop - row, rows)
@@ -150,7 +150,7 @@ def walk(
 
                 if rows == take:  # otherwise the next round sets it, without a cache miss
                     patched = _write_next(
-                        fragments, capacity, slot_0, k, row + take, stop, last, follow, patch, patched
+                        state, fragments, capacity, slot_0, k, row + take, stop, last, follow, patch, patched
                     )
 
             left[j] = rows - take
@@ -159,7 +159,7 @@ def walk(
             number[j] = k + f.next
 
             if rows > take:
-                _ask_for(fragments, k + f.next)
+                _ask_for(state, fragments, k + f.next)
                 pending += 1
 
     return patched
@@ -280,7 +280,7 @@ def slices_from(
         if starts[j] < 0 or starts[j] >= capacity or rows[j] >= state[0].written or lengths[j] < 1:
             return -1 - j, 0
 
-        f = fragments[number[j] & (len(fragments) - 1)]
+        f = fragments[place(state, fragments, number[j])]
         offset[j] = f.offset + rows[j] - f.first
         left[j] = min(chains[f.chain].total - offset[j], lengths[j])
         firsts[j] = at
@@ -303,7 +303,7 @@ def follow_rows(
     for i in range(len(slots)):
         stop = fragment_stop(state, fragments, numbers[i])
         patched = _write_next(
-            fragments, capacity, slot_0, numbers[i], rows[i] + 1, stop, i, follow, patch, patched
+            state, fragments, capacity, slot_0, numbers[i], rows[i] + 1, stop, i, follow, patch, patched
         )
     return patched
 
@@ -314,7 +314,6 @@ def ahead_rows(state: Records, capacity: Int, fragments: Records, slots: Array, 
 
     ``ahead`` is int64 ``[len(slots), steps]``; -1 from the first row that is not stored.
     """
-    mask = len(fragments) - 1
     slot_0 = row_in_slot_0(state, capacity)
     rows, numbers = rows_in_slots(state, capacity, fragments, slots)
 
@@ -326,12 +325,12 @@ def ahead_rows(state: Records, capacity: Int, fragments: Records, slots: Array, 
         for j in range(ahead.shape[1]):
             if row == stop:
                 # on to the first row of the fragment that continues the trajectory
-                distance = fragments[number & mask].next
+                distance = fragments[place(state, fragments, number)].next
                 if distance == 0:
                     ahead[i, j:] = -1
                     break
                 number += distance
-                row = fragments[number & mask].first
+                row = fragments[place(state, fragments, number)].first
                 stop = fragment_stop(state, fragments, number)
 
             ahead[i, j] = row_slot(row, slot_0, capacity)
@@ -349,7 +348,7 @@ def extents(
     rows, numbers = rows_in_slots(state, capacity, fragments, slots)
 
     for i in range(len(slots)):
-        f = fragments[numbers[i] & (len(fragments) - 1)]
+        f = fragments[place(state, fragments, numbers[i])]
         chain = chains[f.chain]
         found[0, i] = f.offset + rows[i] - f.first - chain.dropped
         found[1, i] = chain.total - chain.dropped

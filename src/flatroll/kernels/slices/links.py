@@ -18,12 +18,22 @@ Records = Any  # a structured array whose fields are read as attributes, which t
 
 
 @numba.njit(nogil=True)
+def place(state: Records, fragments: Records, number: Int) -> Int:
+    """Return the index of live fragment ``number`` in the table."""
+    # live numbers are less than a table's length above the oldest one, which is less than that above ``base``
+    at = number - state[0].base
+    if at < len(fragments):
+        return at
+    return at - len(fragments)
+
+
+@numba.njit(nogil=True)
 def fragment_stop(state: Records, fragments: Records, number: Int) -> Int:
     """Return the row number after the last row of fragment ``number``."""
     s = state[0]
     # a fragment ends where the next one begins, the newest one at the last row written
     if number + 1 < s.end:
-        return fragments[(number + 1) & (len(fragments) - 1)].first
+        return fragments[place(state, fragments, number + 1)].first
     return s.written
 
 
@@ -46,13 +56,12 @@ def row_slot(row: Int, slot_0: Int, capacity: Int) -> Int:
 @numba.njit(nogil=True)
 def step_back(state: Records, fragments: Records, number: Int, offset: Int) -> Int:
     """Follow one link from fragment ``number`` back to the one that has ``offset``; stay if it has it."""
-    mask = len(fragments) - 1
-    f = fragments[number & mask]
+    f = fragments[place(state, fragments, number)]
     if f.offset <= offset:
         return number
     far = number - f.jump
     # jump only to a live fragment that is still after the offset
-    if f.jump and far >= state[0].first and fragments[far & mask].offset > offset:
+    if f.jump and far >= state[0].first and fragments[place(state, fragments, far)].offset > offset:
         return far
     return number - f.prev
 
@@ -73,7 +82,6 @@ def rows_in_slots(state: Records, capacity: Int, fragments: Records, slots: Arra
 
     All searches advance together, so that their cache misses overlap.
     """
-    mask = len(fragments) - 1
     first = state[0].first
     end = state[0].end
     head = state[0].head
@@ -87,14 +95,17 @@ def rows_in_slots(state: Records, capacity: Int, fragments: Records, slots: Arra
         step *= 2
 
     # Binary search by halved steps: the last fragment whose first row is not after the row. It has no branch, which
-    # random rows would mispredict every second time. Entries beyond the end may be read; they are ignored.
+    # random rows would mispredict every second time: a difference shifted by 63 is all ones if it is negative, else 0.
+    base = state[0].base
+    size = len(fragments)
     while step:
         for j in range(len(rows)):
-            later = numbers[j] + step
-            # all ones where the difference is negative, else zero
-            inside = later - end >> 63
-            beyond = rows[j] - fragments[later & mask].first >> 63
-            numbers[j] += step & inside & ~beyond
+            # a step beyond the end is none; the place is that of `place`
+            ahead = step & (numbers[j] + step - end >> 63)
+            at = numbers[j] + ahead - base
+            at -= size & ~(at - size >> 63)
+            beyond = rows[j] - fragments[at].first >> 63
+            numbers[j] += ahead & ~beyond
         step //= 2
 
     return rows, numbers

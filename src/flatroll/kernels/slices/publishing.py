@@ -11,7 +11,7 @@ import numpy as np
 
 from flatroll.kernels.compiled import Array, Int, Records, compiled
 from flatroll.kernels.rows.raw_memory import ask, equal_bytes
-from flatroll.kernels.slices.links import fragment_stop
+from flatroll.kernels.slices.links import fragment_stop, place
 
 
 @compiled()
@@ -67,7 +67,7 @@ def claim(
 
     count = 0
     while s.first < s.end:
-        f = fragments[s.first & (len(fragments) - 1)]
+        f = fragments[place(state, fragments, s.first)]
         stop = fragment_stop(state, fragments, s.first)
         lost = min(head, stop) - f.first
         if lost <= 0:
@@ -82,6 +82,8 @@ def claim(
         if head < stop:
             break
         s.first += 1
+        if s.first == s.base + len(fragments):
+            s.base = s.first
 
         if f.pool >= 0:
             spare[s.spare] = f.pool
@@ -100,6 +102,7 @@ def claim(
 
 @compiled()
 def _compare(
+    state: Records,
     fragments: Records,
     chains: Records,
     joined: Array,
@@ -122,7 +125,7 @@ def _compare(
         stands[j] = slots[j]
         if before[j] >= 0:
             if pool:
-                stands[j] = fragments[chains[before[j]].last & (len(fragments) - 1)].pool
+                stands[j] = fragments[place(state, fragments, chains[before[j]].last)].pool
             for k in range(len(pairs)):
                 ask(pairs[k, 0] + stands[j] * pairs[k, 1])
         elif before[j] < -1:
@@ -241,7 +244,7 @@ def link(
     found[2] = 0
     if not len(pairs):
         return 0
-    return _compare(fragments, chains, joined, firsts, lasts, pairs, source, compared, pool, found)
+    return _compare(state, fragments, chains, joined, firsts, lasts, pairs, source, compared, pool, found)
 
 
 @compiled()
@@ -317,17 +320,16 @@ def _attach(state: Records, fragments: Records, chains: Records, c: Int, row: In
     A fragment whose last row has a pool entry is not lengthened: the entry belongs to a fragment's last row.
     """
     s = state[0]
-    mask = len(fragments) - 1
     chain = chains[c]
     number = s.end
     last = chain.last
 
-    if 0 <= last == number - 1 and fragments[last & mask].pool < 0:
-        fragments[last & mask].pool = pool
+    if 0 <= last == number - 1 and fragments[place(state, fragments, last)].pool < 0:
+        fragments[place(state, fragments, last)].pool = pool
         return
 
     s.end += 1
-    f = fragments[number & mask]
+    f = fragments[place(state, fragments, number)]
     f.first = row
     f.offset = chain.total
     f.chain = c
@@ -340,7 +342,7 @@ def _attach(state: Records, fragments: Records, chains: Records, c: Int, row: In
     if last < 0:
         return
 
-    before = fragments[last & mask]
+    before = fragments[place(state, fragments, last)]
     distance = number - last
     before.next = distance
     f.prev = distance
@@ -349,9 +351,11 @@ def _attach(state: Records, fragments: Records, chains: Records, c: Int, row: In
 
     # Myers' rule: two consecutive jumps of the same length become one jump over both
     far = last - before.jump
-    if far >= s.first and fragments[far & mask].span == before.span:
-        f.jump = number - (far - fragments[far & mask].jump)
-        f.span = 2 * before.span + 1
+    if far >= s.first:
+        further = fragments[place(state, fragments, far)]
+        if further.span == before.span:
+            f.jump = number - (far - further.jump)
+            f.span = 2 * before.span + 1
 
 
 @compiled()
@@ -386,7 +390,7 @@ def publish(
     """
     s = state[0]
     for c in released:
-        f = fragments[chains[c].last & (len(fragments) - 1)]
+        f = fragments[place(state, fragments, chains[c].last)]
         spare[s.spare] = f.pool
         s.spare += 1
         f.pool = -1
@@ -452,6 +456,7 @@ def rebuild(
     s = state[0]
     s.first = 0
     s.end = 0
+    s.base = 0
     s.live = 0
     s.open = 0
     s.newest = 0

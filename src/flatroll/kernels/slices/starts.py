@@ -8,7 +8,14 @@ This module imports numba: import it inside the function that needs it.
 import numpy as np
 
 from flatroll.kernels.compiled import Array, Int, Records, compiled
-from flatroll.kernels.slices.links import draw_chain, fragment_holding, fragment_stop, row_in_slot_0, row_slot
+from flatroll.kernels.slices.links import (
+    draw_chain,
+    fragment_holding,
+    fragment_stop,
+    place,
+    row_in_slot_0,
+    row_slot,
+)
 
 
 @compiled()
@@ -19,13 +26,12 @@ def _nearest_mark(
 
     Rows are offsets in the chain whose last fragment is ``last``; -1 if there is none.
     """
-    mask = len(fragments) - 1
     slot_0 = row_in_slot_0(state, capacity)
     step = 1 if limit >= offset else -1
     number = fragment_holding(state, fragments, last, offset)
 
     while True:
-        f = fragments[number & mask]
+        f = fragments[place(state, fragments, number)]
         row = f.first + offset - f.offset
 
         # the row number just beyond the fragment, in the direction of the search
@@ -89,7 +95,7 @@ def _marked_start(
     if at < 0:
         at = _nearest_mark(state, capacity, fragments, last, marks, drawn, final)
 
-    f = fragments[fragment_holding(state, fragments, last, at) & (len(fragments) - 1)]
+    f = fragments[place(state, fragments, fragment_holding(state, fragments, last, at))]
     return row_slot(f.first + at - f.offset, row_in_slot_0(state, capacity), capacity)
 
 
@@ -165,12 +171,11 @@ def slice_partition(
         partition: int64 ``[2, n]``, becomes the first slot and the rows of each slice, in the order of their rows.
     """
     s = state[0]
-    mask = len(fragments) - 1
     slot_0 = row_in_slot_0(state, capacity)
     count = 0
 
     for number in range(s.first, s.end):
-        f = fragments[number & mask]
+        f = fragments[place(state, fragments, number)]
         if begin[f.chain] < 0:
             continue
 
@@ -214,7 +219,7 @@ def _slots_between(
     slot_0 = row_in_slot_0(state, capacity)
     number = fragment_holding(state, fragments, number, low)
     while True:
-        f = fragments[number & (len(fragments) - 1)]
+        f = fragments[place(state, fragments, number)]
         row = f.first + low - f.offset
         take = min(fragment_stop(state, fragments, number) - row, high - low + 1)
 
@@ -244,15 +249,14 @@ def new_starts(
     Unless ``strict``, also the first row of each shorter chain that these rows lengthened. Return the number of slots.
     """
     s = state[0]
-    mask = len(fragments) - 1
     # the fragment that holds row ``first``
     number = s.end - 1
-    while number > s.first and fragments[number & mask].first > first:
+    while number > s.first and fragments[place(state, fragments, number)].first > first:
         number -= 1
     count = 0
 
     while number < s.end:
-        f = fragments[number & mask]
+        f = fragments[place(state, fragments, number)]
         chain = chains[f.chain]
         old = f.offset + max(first - f.first, 0)  # rows of the chain before these
 

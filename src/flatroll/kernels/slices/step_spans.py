@@ -9,7 +9,7 @@ import numba
 import numpy as np
 
 from flatroll.kernels.compiled import Array, Int, Records, compiled
-from flatroll.kernels.slices.links import rows_in_slots
+from flatroll.kernels.slices.links import place, rows_in_slots
 
 
 @numba.njit(nogil=True)
@@ -62,7 +62,6 @@ def step_spans(
     Returns:
         False if one of the rows was overwritten.
     """
-    mask = len(fragments) - 1
     count = len(places)
     slots = np.zeros(count, np.int64)
 
@@ -101,7 +100,7 @@ def step_spans(
         joined = False
 
         if oldest >= 0:
-            f = fragments[numbers[i] & mask]
+            f = fragments[place(state, fragments, numbers[i])]
             chain = chains[f.chain]
 
             # steps of the trajectory that are stored before the row
