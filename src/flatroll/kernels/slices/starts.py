@@ -7,11 +7,11 @@ This module imports numba: import it inside the function that needs it.
 
 import numpy as np
 
-from flatroll.kernels.compiled import Array, Int, Records, compiled
+from flatroll.kernels.compiled import Array, Int, Records, compiled, helper
 from flatroll.kernels.slices.links import draw_chain, fragment_holding, fragment_stop, row_in_slot_0, row_slot
 
 
-@compiled()
+@helper
 def _nearest_mark(
     state: Records, capacity: Int, fragments: Records, last: Int, marks: Array, offset: Int, limit: Int
 ) -> Int:
@@ -48,7 +48,7 @@ def _nearest_mark(
             number -= f.prev
 
 
-@compiled()
+@helper
 def _marked_start(
     state: Records,
     capacity: Int,
@@ -200,7 +200,7 @@ def slice_partition(
     return count
 
 
-@compiled()
+@helper
 def _slots_between(
     state: Records, capacity: Int, fragments: Records, number: Int, low: Int, high: Int, slots: Array, at: Int
 ) -> Int:
