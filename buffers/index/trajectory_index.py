@@ -659,7 +659,8 @@ class TrajectoryIndex(Ring):
         # The hash table of ids is at most half full; a new one drops the ids of closed trajectories.
         if 2 * (int(state["ids"]) + chains) > len(self._table):
             larger = np.zeros(_power_of_two(4 * (int(state["open"]) + chains)), self._table.dtype)
-            self._state["ids"] = _kernels().publishing.rehash(self._table, self._chains, larger)
+            if self._state["ids"][0]:
+                self._state["ids"] = _kernels().publishing.rehash(self._table, self._chains, larger)
             self._table = larger
 
         if len(self._touched) < fragments:
