@@ -5,6 +5,7 @@
 
 import importlib.util
 import itertools
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -160,6 +161,58 @@ def by_writers() -> str:
     return table([*header, "bytes per row, stated", "of them index"], table_rows)
 
 
+def short_stream(size: int) -> Iterator[TensorDict]:
+    """Yield endless batches of ``size`` rows of one env, whose episodes end with a chance of 2 % at each step."""
+    random = torch.Generator().manual_seed(1)
+    begun = 0  # episodes
+    while True:
+        done = torch.rand(size, generator=random) < 0.02
+        traj = begun + done.cumsum(0) - done.long()
+        begun = int(traj[-1]) + 1
+        first = torch.ones(size, dtype=torch.bool)
+        first[1:] = done[:-1]
+        at = torch.arange(size)
+        steps = at - torch.where(first, at, 0).cummax(0).values
+        batch = rows_of(steps, traj)
+        batch["next", "done"] = done[:, None]
+        batch["next", "terminated"] = done[:, None]
+        batch["next", "truncated"] = torch.zeros_like(done)[:, None]
+        yield batch
+
+
+def short_episodes() -> str:
+    """Time samples of episodes of 50 rows on average, shorter and longer than a slice, in full and compact storages."""
+    table_rows = []
+    for compact in (False, True):
+        base: Timing | None = None
+        for rows in (100_000, 1_000_000, 10_000_000):
+            storage = LazyTensorStorage(rows, compact_obs=compact)
+            buffer = ReplayBuffer(
+                storage=storage, sampler=SliceSampler(slice_len=LENGTH), batch_size=SLICES * LENGTH
+            )
+            batches = short_stream(50_000)
+            while len(buffer) < rows:
+                buffer.extend(next(batches))
+
+            runs: dict[str, Callable[[], object]] = {
+                "gather": gathers(buffer, lambda buffer=buffer: buffer.sample(return_info=True)[1]["index"]),  # type: ignore[misc]
+                "sample": buffer.sample,
+            }
+            times = take_turns(runs, TURNS, CALLS, time.thread_time)
+            base = base or times["sample"]
+            table_rows.append(
+                [
+                    f"{rows:,}",
+                    "compact" if compact else "full",
+                    micros(times["gather"]),
+                    micros(times["sample"]),
+                    f"{ratio(times['sample'], times['gather']):.2f} x",
+                    f"{times['sample'].median / base.median:.2f} x",
+                ]
+            )
+    return table(["rows", "storage", "gather, µs", "sample, µs", "of gather", "of 100,000 rows"], table_rows)
+
+
 def draw_in_numpy(index: TrajectoryIndex, uniform: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Draw slices as `TrajectoryIndex.draw` does, with NumPy; for trajectories of full length only."""
     fragments, chains, state = index._fragments, index._chains, index._state[0]
@@ -267,6 +320,8 @@ def main() -> None:
     print(by_size())
     print("\nOne million rows, by how they were written\n")
     print(by_writers())
+    print("\nEpisodes of 50 rows on average; processor time\n")
+    print(short_episodes())
     print("\nDrawing the row numbers alone\n")
     print(draws())
     print("\n256 random rows of one million\n")

@@ -15,7 +15,7 @@ from typing_extensions import override
 from flatroll.buffers.index.fragments import NONE, Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.buffers.index.saved_tables import SavedFragments
-from flatroll.kernels.rows.records import CHAIN, ENTRY, FRAGMENT, SAVED_STATE, STATE
+from flatroll.kernels.rows.records import CHAIN, ENTRY, FRAGMENT, SAVED_STATE, SLICE, STATE
 from flatroll.layout.checks import check_choice, check_whole_number
 
 By = Literal["trajectory", "start"]
@@ -100,7 +100,12 @@ class TrajectoryIndex(Ring):
 
     @override
     def claim(self, rows: int) -> int:
-        before = int(self._state["head"][0])
+        before = self.head
+        written = self.written
+        if written + rows - self.capacity <= before:  # there is room: nothing is dropped
+            self._claimed = before, 0
+            return written
+
         self._changing = True
         if len(self._touched) <= rows:
             self._touched = np.zeros(_power_of_two(rows + 1), np.int64)
@@ -110,7 +115,7 @@ class TrajectoryIndex(Ring):
         count = _kernels().publishing.claim(self._state, self.capacity, rows, *tables)
         self._claimed = before, count
         self._update_weights(self._touched, count)
-        return int(self._state["written"][0])
+        return written
 
     def link(self, fragments: Fragments, compare: Compare = NOTHING) -> tuple[Array, int]:
         """Find what each of F fragments will continue, before or after the claim of their rows.
@@ -122,11 +127,12 @@ class TrajectoryIndex(Ring):
         Returns:
             what that finds, int64 ``[3, F]``, and what it returns.
         """
-        found = np.empty((3, len(fragments.firsts)), np.int64)
         rows, firsts, lasts, joined, ids, init, done, *steps = fragments
+        found = np.empty((4, len(firsts)), np.int64)
+        seen = np.zeros(_power_of_two(2 * len(ids)), ENTRY)
         tables = self._state, self.capacity, rows, self._fragments, self._chains, self._table
         columns = joined, ids, init, done, *steps, firsts, lasts
-        return found, _kernels().publishing.link(*tables, *columns, *compare, found)
+        return found[:3], _kernels().publishing.link(*tables, *columns, *compare, seen, *found)
 
     def enter(
         self, fragments: Fragments, before: Array, pool: Array | None = None, released: Array | None = None
@@ -247,11 +253,12 @@ class TrajectoryIndex(Ring):
         span: tuple[int, int] = (0, 0),
         generator: torch.Generator | None = None,
         follow: bool = False,
+        rows: int | None = None,
     ) -> Draw:
         """Draw ``count`` slices with replacement, each up to ``length`` consecutive rows of one trajectory.
 
         Args:
-            count: number of slices.
+            count: number of slices, at least 1.
             length: rows per slice; shorter trajectories give shorter slices, or with ``strict`` are left out.
             by: ``"trajectory"`` draws a trajectory uniformly, then a start within it uniformly; ``"start"`` draws
                 uniformly over all starts of all trajectories.
@@ -260,6 +267,8 @@ class TrajectoryIndex(Ring):
             strict: only trajectories of at least ``length`` rows.
             generator: CPU random generator; None is torch's global one.
             follow: also return where each row's next observation is.
+            rows: draw more slices until there are this many rows, and cut the last slice to fit. Default: ``count``
+                slices of whatever length.
 
         Raises:
             RuntimeError: nothing is stored, or no trajectory is long enough.
@@ -271,10 +280,34 @@ class TrajectoryIndex(Ring):
         if not tree[-1]:
             raise self.too_short_error(length)
 
-        # Two random numbers per slice: one for the trajectory, by weight, and one for the start within it.
-        uniform = torch.rand(2 * count, dtype=torch.float64, generator=generator).numpy()
-        arguments = tree, uniform, length, by == "start", *span
-        return self._make_slices(_kernels().drawing.draw, arguments, count, count * length, follow)
+        if rows is None:
+            wanted = count * length
+            most = count
+        else:
+            wanted = rows
+            # Slices have at least one row, so a round asks for at most 9/8 of the missing rows.
+            most = max(count, rows + rows // 8 + 1)
+
+        slices = np.empty(most, SLICE)
+        firsts = np.empty(most, np.int64)
+        lasts = np.empty(most, np.int64)
+        tables = self._state, self._fragments, self._chains, tree
+        results = slices, firsts, lasts
+
+        chosen = 0
+        taken = 0
+        asked = count
+        while asked:
+            # Two random numbers per slice: one for the trajectory, by weight, and one for the start within it.
+            uniform = torch.rand(2 * asked, dtype=torch.float64, generator=generator).numpy()
+            options = uniform, length, by == "start", *span, wanted, chosen, taken
+            chosen, taken = _kernels().drawing.choose(*tables, *options, *results)
+
+            asked = 0
+            if rows is not None and taken < rows:
+                asked = missing_slices(rows, chosen, taken)
+
+        return self._list_slices(slices, firsts[:chosen], lasts[:chosen], taken, follow)
 
     def marked_starts(
         self,
@@ -321,9 +354,14 @@ class TrajectoryIndex(Ring):
         else:
             lengths = length.numpy()
 
-        arguments = (starts.numpy(), lengths)
-        most = int(lengths.clip(0).sum())
-        return self._make_slices(_kernels().drawing.slices_from, arguments, len(starts), most, follow)
+        count = len(starts)
+        slices = np.empty(count, SLICE)
+        firsts = np.empty(count, np.int64)
+        lasts = np.empty(count, np.int64)
+        rows = _kernels().drawing.slices_from(*self.tables, starts.numpy(), lengths, slices, firsts, lasts)
+        if rows < 0:
+            raise IndexError(f"slice {-1 - rows} starts at a slot without a row, or has no length")
+        return self._list_slices(slices, firsts, lasts, rows, follow)
 
     def slice_partition(
         self,
@@ -371,30 +409,23 @@ class TrajectoryIndex(Ring):
             raise self.too_short_error(length)
         return torch.from_numpy(slices[:, :count])
 
-    def _make_slices(
-        self, kernel: Callable[..., Any], arguments: tuple[Any, ...], count: int, most: int, follow: bool
-    ) -> Draw:
-        """Draw ``count`` slices of up to ``most`` rows in total, chosen by ``kernel`` with ``arguments``."""
-        # The kernel fills these from the front and returns how many it filled.
-        slots = np.empty(most, np.int64)
-        firsts = np.empty(count, np.int64)
-        lasts = np.empty(count, np.int64)
+    def _list_slices(self, slices: Array, firsts: Array, lasts: Array, rows: int, follow: bool) -> Draw:
+        """Return the draw of ``slices``, of ``rows`` rows in all, which begin and end at ``firsts`` and ``lasts``."""
+        slots = np.empty(rows, np.int64)
         following = NONE
         patch = NO_PATCH
         if follow:
-            following = np.empty(most, np.int64)
-            patch = np.empty((2, most), np.int64)
+            following = np.empty(rows, np.int64)
+            patch = np.empty((2, rows), np.int64)
 
-        tables = self._state, self.capacity, self._fragments, self._chains
-        rows, patched = kernel(*tables, *arguments, slots, firsts, lasts, following, patch)
-        if rows < 0:
-            raise IndexError(f"slice {-1 - rows} starts at a slot without a row, or has no length")
+        tables = self._state, self.capacity, self._fragments
+        patched = _kernels().drawing.walk(*tables, slices, firsts, slots, following, patch)
 
-        draw = Draw(torch.from_numpy(slots[:rows]), torch.from_numpy(firsts), torch.from_numpy(lasts))
+        draw = Draw(torch.from_numpy(slots), torch.from_numpy(firsts), torch.from_numpy(lasts))
         if follow:
-            draw.follow = Follow(torch.from_numpy(following[:rows]), torch.from_numpy(patch[:, :patched]))
+            draw.follow = Follow(torch.from_numpy(following), torch.from_numpy(patch[:, :patched]))
 
-        state = self._state[0]  # unchanged since the kernel ran, because the caller holds the lock
+        state = self._state[0]  # unchanged since the kernels ran, because the caller holds the lock
         draw.version = int(state["head"]), int(state["taken"])
         return draw
 
@@ -506,19 +537,24 @@ class TrajectoryIndex(Ring):
 
     def rows_at(self, chains: Array, positions: Array) -> Tensor:
         """Return the slots (int64 ``[N]``) of rows, given their trajectories and positions as of :meth:`extents`."""
-        records = self._chains[chains]
-        count = len(chains)
-        slots = np.empty(count, np.int64)
-        # One row each: from its offset in the chain to its position in the result.
-        stretches = (
-            records["last"],
-            records["dropped"] + positions,
-            np.ones(count, np.int64),
-            np.arange(count),
+        return self._slots_of(
+            chains, self._chains["dropped"][chains] + positions, np.ones(len(chains), np.int64)
         )
-        _kernels().drawing.walk(
-            self._state, self.capacity, self._fragments, *stretches, slots, NONE, NO_PATCH
-        )
+
+    def _slots_of(self, chains: Array, offsets: Array, rows: Array) -> Tensor:
+        """Return the slots (int64) of ``rows[j]`` rows from ``offsets[j]`` on of each of the trajectories ``chains``,
+        one after the other."""
+        stops = np.cumsum(rows)
+        firsts = stops - rows
+        slices = np.empty(len(chains), SLICE)
+        slices["number"] = self._chains["last"][chains]
+        slices["offset"] = offsets
+        slices["left"] = rows
+        slices["at"] = firsts
+
+        slots = np.empty(rows.sum(), np.int64)
+        tables = self._state, self.capacity, self._fragments
+        _kernels().drawing.walk(*tables, slices, firsts, slots, NONE, NO_PATCH)
         return torch.from_numpy(slots)
 
     @property
@@ -563,14 +599,7 @@ class TrajectoryIndex(Ring):
             raise KeyError(f"no row of trajectory {traj} is stored")
 
         chosen = chosen[np.argsort(chains["last"][chosen])]  # in writing order
-        rows = length[chosen]
-        slots = np.empty(rows.sum(), np.int64)
-
-        # From the first stored row of each, at the position after the rows of the previous ones.
-        stretches = chains["last"][chosen], chains["dropped"][chosen], rows, np.cumsum(rows) - rows
-        tables = self._state, self.capacity, self._fragments
-        _kernels().drawing.walk(*tables, *stretches, slots, NONE, NO_PATCH)
-        return torch.from_numpy(slots)
+        return self._slots_of(chosen, chains["dropped"][chosen], length[chosen])
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -678,7 +707,8 @@ class TrajectoryIndex(Ring):
         # The hash table of ids is at most half full; a new one drops the ids of closed trajectories.
         if 2 * (int(state["ids"]) + fragments) > len(self._table):
             larger = np.zeros(_power_of_two(4 * (int(state["open"]) + fragments)), self._table.dtype)
-            self._state["ids"] = _kernels().publishing.rehash(self._table, self._chains, larger)
+            if self._state["ids"][0]:
+                self._state["ids"] = _kernels().publishing.rehash(self._table, self._chains, larger)
             self._table = larger
 
         if len(self._touched) < fragments:
@@ -708,6 +738,12 @@ class TrajectoryIndex(Ring):
             count = min(end - number, size - at, len(target) - to)
             target[to : to + count] = self._fragments[at : at + count]
             number += count
+
+
+def missing_slices(rows: int, slices: int, drawn: int) -> int:
+    """Return how many more slices to draw for ``rows`` rows in all, after ``slices`` slices of ``drawn`` rows."""
+    # As many as hold the missing rows at the mean length so far, plus an eighth as a margin.
+    return -(-9 * (rows - drawn) * slices // (8 * drawn))
 
 
 def _power_of_two(least: int) -> int:

@@ -13,7 +13,7 @@ from typing_extensions import override
 from flatroll.buffers.columns.column import Columns, TensorColumn
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
-from flatroll.buffers.index.trajectory_index import BY, By, TrajectoryIndex
+from flatroll.buffers.index.trajectory_index import BY, By, TrajectoryIndex, missing_slices
 from flatroll.buffers.samplers.sampler import Sampler, StoredColumns, freshness
 from flatroll.layout.checks import check_choice, check_flags, check_key_names, check_keys, check_whole_number
 from flatroll.layout.keys import HAS_STATE, IS_INIT, MASK, TRUNCATED, NestedKey, as_tuple, marker, require
@@ -288,6 +288,8 @@ class SliceSampler(Sampler):
             draw_slices = index.draw
             if any(self.span):
                 way["span"] = spans(self.span, length)
+            if self.freshness is None and self.fill and not self.pad_output:
+                return index.draw(batch_size // length, length, follow=follow, rows=batch_size, **way)
 
         if self.freshness is not None:
             draw_slices = partial(self.freshness.slices, index, index.slices_from, draw_slices)
@@ -456,7 +458,8 @@ def _mark_on_device(flags: Sequence[Tensor | None], firsts: Tensor, lasts: Tenso
 
 
 def fill(first: Draw, rows: int, more: Callable[[int], Draw]) -> Draw:
-    """Draw more slices until there are ``rows`` rows, and cut the last slice to fit.
+    """Draw more slices until there are ``rows`` rows, and cut the last slice to fit; `TrajectoryIndex.draw` does the
+    same for the slices that it draws.
 
     The slices are a prefix of a longer draw: later slices do not affect which are kept.
 
@@ -470,8 +473,7 @@ def fill(first: Draw, rows: int, more: Callable[[int], Draw]) -> Draw:
     drawn = len(first.slots)
 
     while drawn < rows:
-        # As many slices as hold the missing rows at the mean length so far, plus an eighth as a margin.
-        part = more(-(-9 * (rows - drawn) * slices // (8 * drawn)))
+        part = more(missing_slices(rows, slices, drawn))
         parts.append(part)
         slices += len(bounds(part)[0])
         drawn += len(part.slots)

@@ -192,7 +192,7 @@ class NextPool:
 
             source = np.array([tails[key].data_ptr() for key in self.pairs], np.int64)
             target = np.array([values.data_ptr() for values in self.tensors], np.int64)
-            scatter(source, target, self.row_bytes, kept, taken)
+            scatter(source, target, self.row_bytes, len(fragments.lasts), kept, taken)
             return pool, released
 
         where = torch.from_numpy(taken)

@@ -7,7 +7,7 @@ is the number of references to frame f. Released frames form a linked list: ``st
 This module imports numba: import it inside the function that needs it.
 """
 
-from flatroll.kernels.compiled import Array, Int, Records, compiled
+from flatroll.kernels.compiled import Array, Int, Records, compiled, helper
 from flatroll.kernels.rows.raw_memory import ask, copy_bytes
 
 #: The row with which a new row shares all but its newest frame: none, a stored row, the previous row.
@@ -19,7 +19,7 @@ _PAGE = 4096  # bytes that the hardware prefetcher covers
 _LINES = 4  # cache lines that start it
 
 
-@compiled()
+@helper
 def _equal(left: Array, right: Array) -> bool:
     """Compare two frames, a constant number of words at a time, which compiles to SIMD instructions."""
     whole = len(left) - len(left) % _STRIDE
@@ -82,7 +82,7 @@ def match(values: Array, stored: Array, held: Array, hint: Array, shares: Array,
     return new
 
 
-@compiled()
+@helper
 def _give_up(state: Records, counts: Array, frame: Int) -> None:
     """Drop one reference to ``frame``."""
     if frame == 0:

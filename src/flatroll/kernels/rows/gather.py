@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatroll.kernels.compiled import Array, Int, compiled
+from flatroll.kernels.compiled import Array, Int, Records, compiled, helper
 from flatroll.kernels.rows.host_memory import HUGE_FROM, host_memory
 from flatroll.kernels.rows.raw_memory import ask, copy_bytes, numbers
 from flatroll.kernels.rows.spans import Spans
@@ -25,17 +25,34 @@ from flatroll.kernels.threads import run_blocks
 K = TypeVar("K", bound=Hashable)
 
 _NONE = np.zeros(0, np.int64)
+_ANY = 2**62  # rows of a column whose size is not checked
 _AHEAD = 16  # prefetch distance in stretches
 _THREAD_BYTES = 2**21  # fewest bytes per thread
 _BLOCKS = 4  # per thread, so that a thread that starts late gets fewer
 _WIDE = 2**12  # bytes of a row; `index_select` copies wider ones as fast, in threads that torch keeps
 _DENSE = torch.strided
+#: A stretch of adjacent rows that are copied at once.
+STRETCH = np.dtype(
+    [
+        ("row", "i8"),  # its first row in the source
+        ("at", "i8"),  # its first row in the copy
+        ("rows", "i8"),
+        ("near", "i8"),  # 1 if ``row`` is one of a copy that was made before
+    ]
+)
 _LINES = 64  # cache lines prefetched per stretch; the hardware prefetches the rest
 
 
 @compiled()
 def gather(
-    source: Array, near: Array, target: Array, size: Array, rows: Int, slots: Array, follow: Array
+    source: Array,
+    near: Array,
+    target: Array,
+    size: Array,
+    rows: Int,
+    slots: Array,
+    follow: Array,
+    stretches: Records,
 ) -> Int:
     """Copy row ``slots[i]`` of each column at address ``source[k]`` to row i of the one at ``target[k]``.
 
@@ -47,34 +64,36 @@ def gather(
         slots: int64, rows to copy.
         follow: empty, or rows to copy instead of ``slots``, row 0 where negative. If ``follow[i]`` is ``slots[i + 1]``,
             row i + 1 of the column at ``near[k]`` is copied, which is still in the cache.
+        stretches: `STRETCH` records, one per row; overwritten.
 
     Returns:
         the position of a row out of range, with nothing copied, or -1.
     """
     # adjacent rows form a stretch, which is copied at once; all row numbers are checked here
-    stretches = np.empty((len(slots), 4), np.int64)  # first row, first position, rows, whether near
     count = 0
-    before = np.int64(-2)
+    before = -2
     before_near = False
 
     for i in range(len(slots)):
         row = slots[i]
         is_near = False
         if len(follow):
-            row = max(follow[i], 0)
+            row = follow[i]
+            if row < 0:
+                row = 0
             if i + 1 < len(slots) and row == slots[i + 1]:
-                row = np.int64(i + 1)
+                row = i + 1
                 is_near = True
         if row < 0 or (row >= rows and not is_near):
             return i
 
         if row != before + 1 or is_near != before_near:
-            stretches[count, 0] = row
-            stretches[count, 1] = i
-            stretches[count, 2] = 0
-            stretches[count, 3] = is_near
+            stretches[count].row = row
+            stretches[count].at = i
+            stretches[count].rows = 0
+            stretches[count].near = is_near
             count += 1
-        stretches[count - 1, 2] += 1
+        stretches[count - 1].rows += 1
 
         before = row
         before_near = is_near
@@ -84,12 +103,17 @@ def gather(
     asked = 0  # column to prefetch next
     following = 0  # stretch to prefetch next
     for k in range(-1, len(source)):
-        for j in range(count if k >= 0 else min(_AHEAD, len(source) * count)):
+        turns = count
+        if k < 0:
+            turns = min(_AHEAD, len(source) * count)
+
+        for j in range(turns):
             if asked < len(source):
-                if not stretches[following, 3]:
-                    first = source[asked] + stretches[following, 0] * size[asked]
+                s = stretches[following]
+                if not s.near:
+                    first = source[asked] + s.row * size[asked]
                     # cache lines of 64 bytes, rounded up
-                    lines = min(stretches[following, 2] * size[asked] + 63 >> 6, _LINES)
+                    lines = min(s.rows * size[asked] + 63 >> 6, _LINES)
                     for line in range(lines):
                         ask(first + 64 * line)
                 following += 1
@@ -98,12 +122,11 @@ def gather(
                     following = 0
 
             if k >= 0:
-                column = near[k] if stretches[j, 3] else source[k]
-                copy_bytes(
-                    target[k] + stretches[j, 1] * size[k],
-                    column + stretches[j, 0] * size[k],
-                    stretches[j, 2] * size[k],
-                )
+                s = stretches[j]
+                column = source[k]
+                if s.near:
+                    column = near[k]
+                copy_bytes(target[k] + s.at * size[k], column + s.row * size[k], s.rows * size[k])
 
     return -1
 
@@ -116,14 +139,22 @@ def copy(source: Array, target: Array, size: Array, first: Int, slot: Int, rows:
 
 
 @compiled()
-def scatter(source: Array, target: Array, size: Array, rows: Array, at: Array) -> None:
-    """For each column k, copy row ``rows[j]`` at address ``source[k]`` to row ``at[j]`` at address ``target[k]``."""
+def scatter(source: Array, target: Array, size: Array, most: Int, rows: Array, at: Array) -> Int:
+    """For each column k, copy row ``rows[j]`` at address ``source[k]`` to row ``at[j]`` at address ``target[k]``.
+
+    Return the position of a row below 0 or from ``most`` on, with nothing copied, or -1.
+    """
+    for j in range(len(rows)):
+        if rows[j] < 0 or rows[j] >= most:
+            return j
+
     for k in range(len(source)):
         for j in range(len(rows)):
             copy_bytes(target[k] + at[j] * size[k], source[k] + rows[j] * size[k], size[k])
+    return -1
 
 
-@compiled()
+@helper
 def gather_next(
     source: Array,
     target: Array,
@@ -134,37 +165,24 @@ def gather_next(
     follow: Array,
     patch: Array,
     pool: Array,
-    entries: Int,
-) -> Int:
+) -> None:
     """Copy the rows ``slots`` of all columns and the rows ``follow`` of some, except for rows in a pool.
 
     Args:
         source, target, size, rows: as for :func:`gather`. The last columns are those read at ``follow``.
         roots: int64, for each of the last columns, the index of the same column among the first ones.
-        slots, follow: int64 ``[N]``, as for :func:`gather`.
+        slots, follow: int64 ``[N]``, as for :func:`gather`; all rows exist.
         patch: int64 ``[2, P]``, positions in ``follow`` and the pool entries to copy there instead.
-        pool: addresses of pool columns of ``entries`` rows, for the last columns.
-
-    Returns:
-        -1, or less with some of the copies missing: -2 - i if row i of ``slots`` is out of range, or
-        -2 - N - i if row i of ``follow`` or its pool entry is.
+        pool: addresses of pool columns, for the last columns.
     """
     own = len(target) - len(roots)
-    wrong = gather(source[:own], target[:own], target[:own], size[:own], rows, slots, follow[:0])
-    if wrong >= 0:
-        return -2 - wrong
+    stretches: Records = np.empty(len(slots), STRETCH)
+    gather(source[:own], target[:own], target[:own], size[:own], rows, slots, follow[:0], stretches)
     if not len(roots):
-        return -1
+        return
 
-    wrong = gather(source[own:], target[roots], target[own:], size[own:], rows, slots, follow)
-    for j in range(patch.shape[1]):
-        if patch[1, j] < 0 or patch[1, j] >= entries:
-            wrong = patch[0, j]
-
-    if wrong >= 0:
-        return -2 - len(slots) - wrong
-    scatter(pool, target[own:], size[own:], patch[1], patch[0])
-    return -1
+    gather(source[own:], target[roots], target[own:], size[own:], rows, slots, follow, stretches)
+    scatter(pool, target[own:], size[own:], _ANY, patch[1], patch[0])
 
 
 class HostBlock:
@@ -203,6 +221,9 @@ class HostBlock:
         self.address: Array = np.array([*addresses, *(addresses[k] for k in roots)], np.int64)
         self.size: Array = np.array([one.numel() * one.element_size() for one in like], np.int64)
         self.row_bytes = int(self.size.sum())
+        own = len(self.columns)
+        self._own = self.address[:own], self.size[:own]
+        self._later = self.address[own:], self.size[own:]
 
     def take(
         self,
@@ -238,22 +259,35 @@ class HostBlock:
         ]
         target = np.array([copy.data_ptr() for copy in copies], np.int64)
 
-        if follow is None or patch is None:
-            wrong = gather(self.address, self.address, target, self.size, self.rows, asked, _NONE)
-        else:
-            entries = min(map(len, pool))
-            addresses = np.array([column.data_ptr() for column in pool], np.int64)
-            following = follow.numpy(), patch.numpy(), addresses, entries
-            wrong = gather_next(self.address, target, self.size, self.rows, self.roots, asked, *following)
-            wrong = -2 - wrong
-
+        own = len(self.columns)
+        near = target[:own]
+        stretches = np.empty(rows, STRETCH)
+        address, size = self._own
+        wrong = gather(address, near, near, size, self.rows, asked, _NONE, stretches)
         if wrong >= 0:
-            if follow is None or wrong < rows:
-                slot = int(asked[wrong])
-            else:
-                slot = int(follow[wrong - rows])
-            raise IndexError(f"slot {slot} is out of range: there are {self.rows} slots")
+            raise self._no_slot_error(asked[wrong])
+        if follow is None or patch is None:
+            return copies
+
+        address, size = self._later
+        later = target[own:]
+        after = follow.numpy()
+        wrong = gather(address, near[self.roots], later, size, self.rows, asked, after, stretches)
+        if wrong >= 0:
+            raise self._no_slot_error(after[wrong])
+
+        at, entries = patch.numpy()
+        if len(at):
+            addresses = np.array([column.data_ptr() for column in pool], np.int64)
+            most = min(map(len, pool))
+            wrong = scatter(addresses, later, size, most, entries, at)
+            if wrong >= 0:
+                raise IndexError(f"pool entry {entries[wrong]} is out of range: there are {most} entries")
         return copies
+
+    def _no_slot_error(self, slot: int) -> IndexError:
+        """Return the error for a slot that the columns do not have."""
+        return IndexError(f"slot {slot} is out of range: there are {self.rows} slots")
 
     def _take_many(self, asked: Array) -> list[Tensor]:
         """Do the work of :meth:`take` in blocks of rows, into huge pages."""
@@ -265,15 +299,15 @@ class HostBlock:
         bounds = [rows * block // blocks for block in range(blocks + 1)]
         for wrong in run_blocks(partial(self._copy_block, copies, asked), bounds, threads):
             if wrong >= 0:
-                raise IndexError(f"slot {asked[wrong]} is out of range: there are {self.rows} slots")
+                raise self._no_slot_error(asked[wrong])
         return copies
 
     def _copy_block(self, copies: list[Tensor], asked: Array, first: int, stop: int) -> int:
         """Fill the rows ``first ... stop - 1`` of ``copies``; return the position of a row out of range, or -1."""
         target = np.array([copy.data_ptr() for copy in copies], np.int64) + first * self.size
-        wrong = int(
-            gather(self.address, self.address, target, self.size, self.rows, asked[first:stop], _NONE)
-        )
+        slots = asked[first:stop]
+        stretches = np.empty(len(slots), STRETCH)
+        wrong = int(gather(self.address, target, target, self.size, self.rows, slots, _NONE, stretches))
         if wrong < 0:
             return wrong
         return first + wrong
@@ -454,7 +488,7 @@ class HostColumns(Generic[K]):
 
         if block is not None:
             target = np.array([values[key].data_ptr() for key in names], np.int64)
-            scatter(block.address, target, block.size, rows, at)
+            scatter(block.address, target, block.size, block.rows, rows, at)
 
     def pair(self, key: K, later: K) -> tuple[int, int, int, int]:
         """Return an entry of ``pairs`` for `flatroll.kernels.slices.publishing.link`.

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from flatroll.kernels.compiled import Array, Int, compiled
+from flatroll.kernels.compiled import Array, Int, compiled, helper
 
 # The steps of SplitMix64's output function (Steele, Lea and Flood 2014), and its odd increment.
 _FIRST, _SECOND, _STEP = (np.uint64(x) for x in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15))
@@ -36,7 +36,7 @@ def _mix(x: np.uint64) -> Any:
     return x ^ (x >> _BITS_31)
 
 
-@compiled()
+@helper
 def _hash_row(row: Array) -> Any:
     """Return the hash of one row: the mix of the sum of its words' mixes, each word with its position."""
     total = np.uint64(len(row))

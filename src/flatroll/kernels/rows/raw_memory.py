@@ -11,6 +11,7 @@ from typing import Any
 import numba
 from llvmlite import ir  # type: ignore[import-untyped]  # numba's own
 from numba import carray, types  # type: ignore[attr-defined]
+from numba.core.cgutils import get_or_insert_function
 from numba.extending import intrinsic
 
 _BIT = ir.IntType(1)
@@ -50,6 +51,42 @@ def _word_code(typing_context: Any, address: Any) -> Any:
     return types.uint64(types.int64), generate
 
 
+def _number_code(typing_context: Any, address: Any, index: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        numbers = builder.inttoptr(arguments[0], _LONG.as_pointer())
+        return builder.load(builder.gep(numbers, [arguments[1]]))
+
+    return types.int64(types.int64, types.int64), generate
+
+
+def _flag_code(typing_context: Any, address: Any, index: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        flag = builder.load(builder.gep(builder.inttoptr(arguments[0], _POINTER), [arguments[1]]))
+        return builder.icmp_unsigned("!=", flag, flag.type(0))
+
+    return types.boolean(types.int64, types.int64), generate
+
+
+def _set_code(typing_context: Any, address: Any, index: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        flag = builder.gep(builder.inttoptr(arguments[0], _POINTER), [arguments[1]])
+        builder.store(_POINTER.pointee(1), flag)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+def _compare_code(typing_context: Any, left: Any, right: Any, size: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(_INT, [_POINTER, _POINTER, _LONG])
+        memcmp = get_or_insert_function(builder.module, kind, "memcmp")
+        left = builder.inttoptr(arguments[0], _POINTER)
+        right = builder.inttoptr(arguments[1], _POINTER)
+        return builder.call(memcmp, [left, right, arguments[2]])
+
+    return types.int32(types.int64, types.int64, types.int64), generate
+
+
 def _pointer_code(kind: Any) -> Any:
     pointer: Any = types.CPointer(kind)  # type: ignore[no-untyped-call]
 
@@ -68,6 +105,14 @@ copy_bytes: Any = intrinsic(_copy_code)
 ask: Any = intrinsic(_ask_code)
 #: ``word_at(address)`` is the 64-bit word there, uint64.
 word_at: Any = intrinsic(_word_code)
+#: ``number_at(address, i)`` is number i of the int64 numbers there.
+number_at: Any = intrinsic(_number_code)
+#: ``flag_at(address, i)`` is flag i of the bool numbers there.
+flag_at: Any = intrinsic(_flag_code)
+#: ``set_flag(address, i)`` sets flag i of the bool numbers there.
+set_flag: Any = intrinsic(_set_code)
+#: ``compare_bytes(left, right, size)`` is 0 if the bytes at two addresses are equal: C's ``memcmp``.
+compare_bytes: Any = intrinsic(_compare_code)
 
 _to_flags: Any = intrinsic(_pointer_code(types.boolean))
 _to_numbers: Any = intrinsic(_pointer_code(types.int64))
@@ -92,25 +137,7 @@ def octets(address: Any, size: Any) -> Any:
     return carray(_to_octets(address), size)
 
 
-@numba.njit(nogil=True)
+@numba.njit(inline="always")
 def equal_bytes(left: Any, right: Any, size: Any) -> bool:
     """Return whether ``size`` bytes at two addresses are equal."""
-    at = 0
-    while at + 32 <= size:  # one branch for four words, which the compiler makes one vector
-        a = (word_at(left + at) ^ word_at(right + at)) | (word_at(left + at + 8) ^ word_at(right + at + 8))
-        b = word_at(left + at + 16) ^ word_at(right + at + 16)
-        if a | b | (word_at(left + at + 24) ^ word_at(right + at + 24)):
-            return False
-        at += 32
-
-    while at + 8 <= size:
-        if word_at(left + at) != word_at(right + at):
-            return False
-        at += 8
-
-    different = False
-    first = octets(left + at, size - at)
-    second = octets(right + at, size - at)
-    for i in range(size - at):
-        different |= first[i] != second[i]
-    return not different
+    return compare_bytes(left, right, size) == 0

@@ -59,3 +59,11 @@ CHAIN = np.dtype(
     ]
 )
 ENTRY = np.dtype([("id", "i8"), ("chain", "i8")])  # chain + 1; 0 marks an unused entry
+SLICE = np.dtype(  # a slice whose rows are listed (`flatroll.kernels.slices.drawing.walk`)
+    [
+        ("number", "i8"),  # a fragment of its chain: at first the newest one, at last that of its last row
+        ("offset", "i8"),  # offset in its chain of the first row that is not listed yet
+        ("left", "i8"),  # rows that are not listed yet
+        ("at", "i8"),  # position of the first of them in the list
+    ]
+)

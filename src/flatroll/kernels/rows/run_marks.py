@@ -6,16 +6,7 @@ This module imports numba: import it inside the function that needs it.
 """
 
 from flatroll.kernels.compiled import Array, Int, compiled
-from flatroll.kernels.rows.raw_memory import equal_bytes, flags, numbers
-
-
-@compiled()
-def _repeats(now: Array, later: Array, size: Array, row: Int) -> bool:
-    """Return whether ``row`` of each ``later`` column equals the row after it of the ``now`` column."""
-    for k in range(len(now)):  # noqa: SIM110 (Numba compiles no generator into a plain loop)
-        if not equal_bytes(later[k] + row * size[k], now[k] + (row + 1) * size[k], size[k]):
-            return False
-    return True
+from flatroll.kernels.rows.raw_memory import compare_bytes, flag_at, number_at
 
 
 @compiled()
@@ -57,7 +48,7 @@ def broken(rows: Int, most: Int, wide: Int, lasts: Array, pairs: Array, source: 
             size = pairs[pair, 1]
             now = source[pairs[pair, 2]]
             later = source[pairs[pair, 3]]
-            if not equal_bytes(later + row * size, now + (row + 1) * size, size):
+            if compare_bytes(later + row * size, now + (row + 1) * size, size):
                 found[count] = row
                 count += 1
                 break
@@ -97,13 +88,6 @@ def fragments(
         marks: bool ``[3, rows]``, becomes per piece whether it continues the run of the previous piece, whether its
             first row is ``init``, and whether its last one is ``done``.
     """
-    is_done = flags(done, rows)
-    is_init = flags(init, rows)
-    real = flags(mask, rows)
-    cut = flags(cuts, rows)
-    number = numbers(ids, rows)
-    steps = numbers(step, rows)
-
     count = 0
     pairs = len(now)
     first = 0
@@ -112,27 +96,39 @@ def fragments(
     for i in range(rows):
         end = i == rows - 1
         # the run ends where row i is done, or where row i + 1 starts an episode, has another id, or another mask
+        if not end and (
+            (done and flag_at(done, i))
+            or (init and flag_at(init, i + 1))
+            or (ids and number_at(ids, i) != number_at(ids, i + 1))
+            or (mask and flag_at(mask, i) != flag_at(mask, i + 1))
+        ):
+            end = True
+
         if not end:
-            end = (done != 0 and is_done[i]) or (init != 0 and is_init[i + 1])
-            end = end or (ids != 0 and number[i] != number[i + 1]) or (mask != 0 and real[i] != real[i + 1])
-            jumps = in_order and step != 0 and steps[i + 1] != steps[i] + 1
-            if jumps and not end and (mask == 0 or real[i]):
+            jumps = in_order and step != 0 and number_at(step, i + 1) != number_at(step, i) + 1
+            if jumps and not (mask and not flag_at(mask, i)):
                 return -(i + 1)
 
-        if not end and not (cuts and cut[i]) and (pairs == 0 or _repeats(now, later, size, i)):
-            continue
+            if not (cuts and flag_at(cuts, i)):
+                k = 0
+                while k < pairs and not compare_bytes(
+                    later[k] + i * size[k], now[k] + (i + 1) * size[k], size[k]
+                ):
+                    k += 1
+                if k == pairs:  # row i + 1 repeats the next observations of row i
+                    continue
 
         whole[0, count] = first
         whole[1, count] = i
         if ids:
-            whole[2, count] = number[first]
+            whole[2, count] = number_at(ids, first)
         if step:
-            whole[3, count] = steps[first]
-            whole[4, count] = steps[i]
+            whole[3, count] = number_at(step, first)
+            whole[4, count] = number_at(step, i)
 
         marks[0, count] = joined
-        marks[1, count] = init != 0 and is_init[first]
-        marks[2, count] = done != 0 and is_done[i]
+        marks[1, count] = init != 0 and flag_at(init, first)
+        marks[2, count] = done != 0 and flag_at(done, i)
         count += 1
 
         first = i + 1

@@ -12,8 +12,8 @@ This module imports numba: import it inside the function that needs it.
 
 import numpy as np
 
-from flatroll.kernels.compiled import Array, Int, Records, compiled
-from flatroll.kernels.rows.raw_memory import ask, flags, numbers
+from flatroll.kernels.compiled import Array, Int, Records, compiled, helper
+from flatroll.kernels.rows.raw_memory import ask, flag_at, number_at, set_flag
 from flatroll.kernels.slices.links import (
     draw_chain,
     fragment_stop,
@@ -25,7 +25,7 @@ from flatroll.kernels.slices.links import (
 )
 
 
-@compiled()
+@helper
 def _write_next(
     state: Records,
     fragments: Records,
@@ -43,14 +43,14 @@ def _write_next(
 
     The row belongs to fragment ``number``, which ends at row ``stop``; ``next_row`` is the row number after it.
     """
-    f = fragments[place(state, fragments, number)]
     if next_row < stop:
         follow[position] = row_slot(next_row, slot_0, capacity)
         return patched
 
     # the last row of its fragment: the trajectory continues with the first row of the next fragment, if there is one
-    later = fragments[place(state, fragments, number + f.next)].first
+    f = fragments[place(state, fragments, number)]
     if f.next:
+        later = fragments[place(state, fragments, number + f.next)].first
         follow[position] = row_slot(later, slot_0, capacity)
     else:
         follow[position] = -1
@@ -62,7 +62,7 @@ def _write_next(
     return patched + 1
 
 
-@compiled()
+@helper
 def _ask_for(state: Records, fragments: Records, number: Int) -> None:
     """Prefetch fragment ``number`` and its end, which are read one round later."""
     address = np.int64(fragments.ctypes.data) + place(state, fragments, number) * fragments.itemsize
@@ -76,99 +76,91 @@ def walk(
     state: Records,
     capacity: Int,
     fragments: Records,
-    number: Array,
-    offset: Array,
-    left: Array,
-    at: Array,
+    slices: Records,
+    firsts: Array,
     slots: Array,
     follow: Array,
     patch: Array,
 ) -> Int:
-    """Write the slots of slice j (``left[j]`` rows from ``offset[j]``) to ``slots[at[j]:]``; return the patch count.
+    """Write the slots of each slice's rows, all of them live, to ``slots``; return the patch count.
 
     All slices advance by one fragment per round and prefetch the next one, so that their cache misses overlap.
 
     Args:
-        number: the last fragment of each slice's chain; changed.
-        offset: first row of each slice, as an offset in its chain; changed.
-        left: rows of each slice, all of them live; changed.
-        at: first position of each slice; changed.
+        slices: `SLICE` records, at least one per entry of ``firsts``; changed.
+        firsts: int64, first position of each slice.
         slots: int64 ``[rows]``, the result.
         follow, patch: see above.
     """
+    slot_0 = row_in_slot_0(state, capacity)
+
     # back to the fragments that hold the offsets, one link per round
-    pending = len(number)
+    pending = len(firsts)
     while pending:
         pending = 0
-        for j in range(len(number)):
-            target = step_back(state, fragments, number[j], offset[j])
-            pending += target != number[j]
-            number[j] = target
+        for j in range(len(firsts)):
+            s = slices[j]
+            target = step_back(state, fragments, s.number, s.offset)
+            pending += target != s.number
+            s.number = target
             _ask_for(state, fragments, target)
 
     # forward, one fragment per round
     patched = 0
-    begin = at.copy()
-    slot_0 = row_in_slot_0(state, capacity)
-
-    pending = len(number)
+    pending = len(firsts)
     while pending:
         pending = 0
-        for j in range(len(number)):
-            rows = left[j]
-            if rows == 0:
+        for j in range(len(firsts)):
+            s = slices[j]
+            if s.left == 0:
                 continue
 
-            k = number[j]
-            first = at[j]
-            f = fragments[place(state, fragments, k)]
-            row = f.first + offset[j] - f.offset
-            stop = fragment_stop(state, fragments, k)
-            take = min(stop - row, rows)
+            first = s.at
+            f = fragments[place(state, fragments, s.number)]
+            row = f.first + s.offset - f.offset
+            stop = fragment_stop(state, fragments, s.number)
+            end = first + min(stop - row, s.left)
 
             # consecutive row numbers are in consecutive slots of the ring
             slot = row_slot(row, slot_0, capacity)
-            slots[first] = slot
-            for i in range(first + 1, first + take):
+            for i in range(first, end):
+                slots[i] = slot
                 slot += 1
                 if slot == capacity:
                     slot = 0
-                slots[i] = slot
+
+            s.offset += end - first
+            s.left -= end - first
+            s.at = end
 
             if len(follow):
-                # follow: the next slot in the sample, also for the row before this fragment; its last row is
-                # set below
-                if first > begin[j]:
+                # follow: the next slot in the sample, also for the row before this fragment
+                if first > firsts[j]:
                     follow[first - 1] = slots[first]
-                for i in range(first, first + take - 1):
+                for i in range(first, end - 1):
                     follow[i] = slots[i + 1]
-                last = first + take - 1
-                if rows > take and f.pool >= 0:
-                    patch[0, patched] = last
+
+                if s.left == 0:
+                    row += end - first
+                    patched = _write_next(
+                        state, fragments, capacity, slot_0, s.number, row, stop, end - 1, follow, patch, patched
+                    )
+                elif f.pool >= 0:  # the next round sets ``follow`` of the last row, without a cache miss
+                    patch[0, patched] = end - 1
                     patch[1, patched] = f.pool
                     patched += 1
 
-                if rows == take:  # otherwise the next round sets it, without a cache miss
-                    patched = _write_next(
-                        state, fragments, capacity, slot_0, k, row + take, stop, last, follow, patch, patched
-                    )
-
-            left[j] = rows - take
-            offset[j] += take
-            at[j] = first + take
-            number[j] = k + f.next
-
-            if rows > take:
-                _ask_for(state, fragments, k + f.next)
+            if s.left:
+                s.number += f.next
+                _ask_for(state, fragments, s.number)
                 pending += 1
 
     return patched
 
 
 @compiled()
-def draw(
+def choose(
     state: Records,
-    capacity: Int,
     fragments: Records,
     chains: Records,
     tree: Array,
@@ -177,78 +169,79 @@ def draw(
     start: bool,
     early: Int,
     late: Int,
-    slots: Array,
+    rows: Int,
+    count: Int,
+    at: Int,
+    slices: Records,
     firsts: Array,
     lasts: Array,
-    follow: Array,
-    patch: Array,
 ) -> tuple[Int, Int]:
-    """Draw a slice for each entry of ``firsts``: a trajectory by weight, then a start row in it.
+    """Choose slices until they have ``rows`` rows: for each a trajectory by weight, then a start row in it.
 
     Args:
         tree: Fenwick tree of the chains' weights (`flatroll.kernels.slices.publishing.weigh`), of positive sum.
         uniform: float64 in [0, 1), two per slice.
-        length: rows per slice; fewer if the chain is shorter.
+        length: rows per slice; fewer if the chain is shorter, and if there are too many rows with the last one.
         start: whether the remainder within the weight selects the start; else it is drawn uniformly.
         early, late: rows by which slices may extend before and after the chain; missing rows are left out.
-        slots: int64, becomes the slots of the rows; room for ``length`` rows per slice.
-        firsts, lasts: int64, become the first and last position of each slice in ``slots``.
-        follow, patch: see above.
+        rows: number of rows that are enough; fewer are chosen if ``uniform`` runs out.
+        count, at: numbers of slices and of rows that earlier calls chose.
+        slices: `SLICE` records for :func:`walk`, filled from ``count`` on; room for one per pair in ``uniform``.
+        firsts, lasts: int64, become the first and last position of each slice, in the list of all rows.
 
     Returns:
-        rows, patches.
+        numbers of slices and of rows, including those of earlier calls.
     """
-    count = len(firsts)
-    number = np.empty(count, np.int64)
-    offset = np.empty(count, np.int64)
-    left = np.empty(count, np.int64)
-    at = 0
-
-    for j in range(count):
+    # Draw all trajectories and prefetch them before reading one: there may be more than the caches hold.
+    drawn = len(uniform) // 2
+    for j in range(drawn):
         c, rest = draw_chain(tree, uniform[2 * j])
-        chain = chains[c]
+        slices[count + j].number = c
+        slices[count + j].offset = rest
+        ask(np.int64(chains.ctypes.data) + c * chains.itemsize)
+
+    for j in range(drawn):
+        if at >= rows:
+            break
+        s = slices[count]
+        chain = chains[s.number]
         live = chain.total - chain.dropped
         places = max(live - length + 1 + early + late, 1)
 
         # first row of the slice, counted from the chain's first live row; negative where it reaches before it
         if start:
-            begin = rest - early
+            begin = s.offset - early
         else:
             begin = min(np.int64(uniform[2 * j + 1] * places), places - 1) - early
         stop = min(begin + length, live)
         begin = max(begin, 0)
-        take = stop - begin
 
-        number[j] = chain.last
-        offset[j] = chain.dropped + begin
-        left[j] = take
-        firsts[j] = at
-        at += take
-        lasts[j] = at - 1
+        s.number = chain.last
+        s.offset = chain.dropped + begin
+        s.left = min(stop - begin, rows - at)
+        s.at = at
+        _ask_for(state, fragments, s.number)
 
-    patched = walk(state, capacity, fragments, number, offset, left, firsts.copy(), slots, follow, patch)
-    return at, patched
+        firsts[count] = at
+        at += s.left
+        lasts[count] = at - 1
+        count += 1
+
+    return count, at
 
 
 @compiled()
 def mark(init: Int, done: Int, terminated: Int, truncated: Int, firsts: Int, lasts: Int, count: Int) -> None:
     """Mark ``count`` slices: set ``init`` at ``firsts``, ``done`` at ``lasts``, ``truncated`` there if not
     ``terminated``. All are addresses of bool columns or int64 positions; a ``done`` of 0 skips the ends."""
-    begin = numbers(firsts, count)
-    end = numbers(lasts, count)
-    far = np.int64(1) << np.int64(62)  # positions are valid, so sizes are not checked
-    starts = flags(init, far)
-    stops = flags(done, far)
-    final = flags(terminated, far)
-    cut = flags(truncated, far)
-
     for j in range(count):
         if init:
-            starts[begin[j]] = True
+            set_flag(init, number_at(firsts, j))
         if done:
-            stops[end[j]] = True
-            if not final[end[j]]:
-                cut[end[j]] = True
+            end = number_at(lasts, j)
+            set_flag(done, end)
+            if not flag_at(terminated, end):
+                set_flag(truncated, end)
 
 
 @compiled()
@@ -259,36 +252,33 @@ def slices_from(
     chains: Records,
     starts: Array,
     lengths: Array,
-    slots: Array,
+    slices: Records,
     firsts: Array,
     lasts: Array,
-    follow: Array,
-    patch: Array,
-) -> tuple[Int, Int]:
-    """List the slots of slices of up to ``lengths`` rows from ``starts`` on; return the numbers of rows and patches.
+) -> Int:
+    """Lay out slices of up to ``lengths`` rows from the slots ``starts`` on; return the number of their rows.
 
-    The other arguments are as for :func:`draw`. If start j is not a stored row, or its length is below 1, nothing
-    is listed, and (-1 - j, 0) is returned.
+    ``slices``, ``firsts`` and ``lasts`` are as for :func:`choose`. If start j is not a stored row, or its length is
+    below 1, -1 - j is returned.
     """
-    count = len(starts)
     rows, number = rows_in_slots(state, capacity, fragments, starts)
-    offset = np.empty(count, np.int64)
-    left = np.empty(count, np.int64)
 
     at = 0
-    for j in range(count):
+    for j in range(len(starts)):
         if starts[j] < 0 or starts[j] >= capacity or rows[j] >= state[0].written or lengths[j] < 1:
-            return -1 - j, 0
+            return -1 - j
 
         f = fragments[place(state, fragments, number[j])]
-        offset[j] = f.offset + rows[j] - f.first
-        left[j] = min(chains[f.chain].total - offset[j], lengths[j])
+        s = slices[j]
+        s.number = number[j]
+        s.offset = f.offset + rows[j] - f.first
+        s.left = min(chains[f.chain].total - s.offset, lengths[j])
+        s.at = at
         firsts[j] = at
-        at += left[j]
+        at += s.left
         lasts[j] = at - 1
 
-    patched = walk(state, capacity, fragments, number, offset, left, firsts.copy(), slots, follow, patch)
-    return at, patched
+    return at
 
 
 @compiled()

@@ -6,18 +6,12 @@ numbers are those of live fragments, offsets those of live rows. They are compil
 This module imports numba: import it inside the function that needs it.
 """
 
-from typing import Any
-
-import numba
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[Any]
-Int = Any  # a 64-bit integer of NumPy's or Python's
-Records = Any  # a structured array whose fields are read as attributes, which type checkers do not know
+from flatroll.kernels.compiled import Array, Int, Records, helper
 
 
-@numba.njit(nogil=True)
+@helper
 def place(state: Records, fragments: Records, number: Int) -> Int:
     """Return the index of live fragment ``number`` in the table."""
     # live numbers are less than a table's length above the oldest one, which is less than that above ``base``
@@ -27,7 +21,7 @@ def place(state: Records, fragments: Records, number: Int) -> Int:
     return at - len(fragments)
 
 
-@numba.njit(nogil=True)
+@helper
 def fragment_stop(state: Records, fragments: Records, number: Int) -> Int:
     """Return the row number after the last row of fragment ``number``."""
     s = state[0]
@@ -37,13 +31,13 @@ def fragment_stop(state: Records, fragments: Records, number: Int) -> Int:
     return s.written
 
 
-@numba.njit(nogil=True)
+@helper
 def row_in_slot_0(state: Records, capacity: Int) -> Int:
     """Return the number of the row that slot 0 held when the oldest row was written, for :func:`row_slot`."""
     return state[0].head - state[0].head % capacity
 
 
-@numba.njit(nogil=True)
+@helper
 def row_slot(row: Int, slot_0: Int, capacity: Int) -> Int:
     """Return the slot of a stored row, ``row % capacity``, without a division (see :func:`row_in_slot_0`)."""
     slot = row - slot_0
@@ -53,7 +47,7 @@ def row_slot(row: Int, slot_0: Int, capacity: Int) -> Int:
     return slot - capacity
 
 
-@numba.njit(nogil=True)
+@helper
 def step_back(state: Records, fragments: Records, number: Int, offset: Int) -> Int:
     """Follow one link from fragment ``number`` back to the one that has ``offset``; stay if it has it."""
     f = fragments[place(state, fragments, number)]
@@ -66,7 +60,7 @@ def step_back(state: Records, fragments: Records, number: Int, offset: Int) -> I
     return number - f.prev
 
 
-@numba.njit(nogil=True)
+@helper
 def fragment_holding(state: Records, fragments: Records, number: Int, offset: Int) -> Int:
     """Find the fragment that contains row ``offset`` of the trajectory whose last fragment is ``number``."""
     nearer = step_back(state, fragments, number, offset)
@@ -76,7 +70,7 @@ def fragment_holding(state: Records, fragments: Records, number: Int, offset: In
     return number
 
 
-@numba.njit(nogil=True)
+@helper
 def rows_in_slots(state: Records, capacity: Int, fragments: Records, slots: Array) -> tuple[Array, Array]:
     """Return the row numbers in ``slots`` and the fragments that contain them; int64, one per slot.
 
@@ -111,7 +105,7 @@ def rows_in_slots(state: Records, capacity: Int, fragments: Records, slots: Arra
     return rows, numbers
 
 
-@numba.njit(nogil=True)
+@helper
 def draw_chain(tree: Array, uniform: float) -> tuple[Int, Int]:
     """Draw a trajectory by weight with ``uniform`` in [0, 1); return it and the remainder within its weight.
 

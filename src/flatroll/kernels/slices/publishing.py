@@ -9,12 +9,12 @@ This module imports numba: import it inside the function that needs it.
 
 import numpy as np
 
-from flatroll.kernels.compiled import Array, Int, Records, compiled
-from flatroll.kernels.rows.raw_memory import ask, equal_bytes
+from flatroll.kernels.compiled import Array, Int, Records, compiled, helper
+from flatroll.kernels.rows.raw_memory import ask, compare_bytes
 from flatroll.kernels.slices.links import fragment_stop, place
 
 
-@compiled()
+@helper
 def _entry(table: Records, key: Int) -> Int:
     """Return the position of ``key`` in the hash table, or of the unused entry where it belongs."""
     mask = len(table) - 1
@@ -100,7 +100,7 @@ def claim(
     return count
 
 
-@compiled()
+@helper
 def _compare(
     state: Records,
     fragments: Records,
@@ -112,25 +112,26 @@ def _compare(
     source: Array,
     compared: Int,
     pool: bool,
-    found: Array,
+    before: Array,
+    agree: Array,
+    stands: Array,
 ) -> Int:
-    """Compare the first row of each new fragment with the next values of the row that it continues, for `link`."""
-    before = found[0]
-    slots = found[1]
-    agree = found[2]
+    """Compare the first row of each new fragment with the next values of the row that it continues, for `link`.
 
+    ``stands[j]``, the slot of the stored row that fragment j continues, becomes the index of its next value, in storage
+    or in the batch.
+    """
     # find the next values of all rows, and prefetch them before comparing one
-    stands = np.empty(len(joined), np.int64)  # index of the next value, in storage or in the batch
     for j in range(len(joined)):
-        stands[j] = slots[j]
         if before[j] >= 0:
             if pool:
                 stands[j] = fragments[place(state, fragments, chains[before[j]].last)].pool
             for k in range(len(pairs)):
                 ask(pairs[k, 0] + stands[j] * pairs[k, 1])
         elif before[j] < -1:
-            i = -2 - before[j]
-            stands[j] = i if pool else lasts[i]
+            stands[j] = -2 - before[j]
+            if not pool:
+                stands[j] = lasts[stands[j]]
 
     wrong = 0
     for j in range(len(joined)):
@@ -140,11 +141,15 @@ def _compare(
         agree[j] = 1
         for k in range(len(pairs)):
             size = pairs[k, 1]
-            later = pairs[k, 0] if before[j] >= 0 else source[pairs[k, 3]]
-            if not equal_bytes(later + stands[j] * size, source[pairs[k, 2]] + firsts[j] * size, size):
-                agree[j] = -1 if k < compared else 0
+            later = source[pairs[k, 3]]
+            if before[j] >= 0:
+                later = pairs[k, 0]
+            if compare_bytes(later + stands[j] * size, source[pairs[k, 2]] + firsts[j] * size, size):
+                agree[j] = 0
+                if k < compared:
+                    agree[j] = -1
+                    wrong += not joined[j]
                 break
-        wrong += agree[j] < 0 and not joined[j]
 
     return wrong
 
@@ -169,7 +174,11 @@ def link(
     source: Array,
     compared: Int,
     pool: bool,
-    found: Array,
+    seen: Records,
+    before: Array,
+    slots: Array,
+    agree: Array,
+    stands: Array,
 ) -> Int:
     """Find what each new fragment continues, and whether its first row equals the next values of the row before it.
 
@@ -189,29 +198,24 @@ def link(
         compared: number of leading pairs that must be equal; a fragment with one that differs counts in the result.
         pool: whether the stored next values are indexed by pool entry instead of slot, and those of the batch by
             fragment.
-        found: int64 ``[3, n]``, becomes ``before``: the chain that a fragment continues, ``-2 - i`` for fragment i
-            of the same write, or -1 for a new trajectory; the slot of the stored row that it continues, -1 for none;
-            and 1 if all pairs are equal, 0 if one differs, -1 if one of the ``compared`` differs. Joined fragments are
-            only compared with ``pool``.
+        seen: an empty hash table of ids, at most half full with the ids of these fragments.
+        before: int64 ``[n]``, becomes the chain that a fragment continues, ``-2 - i`` for fragment i of the same write,
+            or -1 for a new trajectory.
+        slots: int64 ``[n]``, becomes the slot of the stored row that it continues, -1 for none.
+        agree: int64 ``[n]``, becomes 1 if all pairs are equal, 0 if one differs, -1 if one of the ``compared`` differs.
+            Joined fragments are only compared with ``pool``.
+        stands: int64 ``[n]``, overwritten.
 
     Returns:
         number of fragments, without joined ones, that differ in a ``compared`` pair.
     """
     s = state[0]
-    before = found[0]
-    slots = found[1]
-    count = len(joined)
     head = s.written + rows - capacity  # the oldest row after the write, if it drops any
 
-    # the last fragment of each id within this write: fragment + 1 in the field ``chain``
-    size = 4
-    while size < 2 * len(ids):
-        size *= 2
-    seen: Records = np.zeros(size, table.dtype)
-
-    for j in range(count):
+    for j in range(len(joined)):
         before[j] = -1
         slots[j] = -1
+        agree[j] = 0
         if joined[j]:
             before[j] = -2 - (j - 1)
         elif not init[j]:
@@ -236,15 +240,15 @@ def link(
                         before[j] = c
                         slots[j] = row % capacity
 
-        if len(ids):
+        stands[j] = slots[j]
+        if len(ids):  # the last fragment of each id within this write: fragment + 1 in the field ``chain``
             at = _entry(seen, ids[j])
             seen[at].id = ids[j]
             seen[at].chain = j + 1
 
-    found[2] = 0
-    if not len(pairs):
-        return 0
-    return _compare(state, fragments, chains, joined, firsts, lasts, pairs, source, compared, pool, found)
+    return _compare(
+        state, fragments, chains, joined, firsts, lasts, pairs, source, compared, pool, before, agree, stands
+    )
 
 
 @compiled()
@@ -290,7 +294,7 @@ def keep(
     return count, free
 
 
-@compiled()
+@helper
 def _new_chain(state: Records, chains: Records, ids: Array, j: Int) -> Int:
     """Create an empty chain for fragment ``j`` in a free slot of ``chains``; return the slot."""
     s = state[0]
@@ -313,7 +317,7 @@ def _new_chain(state: Records, chains: Records, ids: Array, j: Int) -> Int:
     return c
 
 
-@compiled()
+@helper
 def _attach(state: Records, fragments: Records, chains: Records, c: Int, row: Int, pool: Int) -> None:
     """Lengthen the last fragment of chain ``c`` if ``row`` comes right after it, else link a new one to it.
 

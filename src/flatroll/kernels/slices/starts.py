@@ -7,7 +7,7 @@ This module imports numba: import it inside the function that needs it.
 
 import numpy as np
 
-from flatroll.kernels.compiled import Array, Int, Records, compiled
+from flatroll.kernels.compiled import Array, Int, Records, compiled, helper
 from flatroll.kernels.slices.links import (
     draw_chain,
     fragment_holding,
@@ -18,7 +18,7 @@ from flatroll.kernels.slices.links import (
 )
 
 
-@compiled()
+@helper
 def _nearest_mark(
     state: Records, capacity: Int, fragments: Records, last: Int, marks: Array, offset: Int, limit: Int
 ) -> Int:
@@ -54,7 +54,7 @@ def _nearest_mark(
             number -= f.prev
 
 
-@compiled()
+@helper
 def _marked_start(
     state: Records,
     capacity: Int,
@@ -205,7 +205,7 @@ def slice_partition(
     return count
 
 
-@compiled()
+@helper
 def _slots_between(
     state: Records, capacity: Int, fragments: Records, number: Int, low: Int, high: Int, slots: Array, at: Int
 ) -> Int:

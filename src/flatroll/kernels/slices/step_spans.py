@@ -5,20 +5,19 @@ The index is the tables ``state, fragments, chains`` (`flatroll.kernels.rows.rec
 This module imports numba: import it inside the function that needs it.
 """
 
-import numba
 import numpy as np
 
-from flatroll.kernels.compiled import Array, Int, Records, compiled
+from flatroll.kernels.compiled import Array, Int, Records, compiled, helper
 from flatroll.kernels.slices.links import place, rows_in_slots
 
 
-@numba.njit(nogil=True)
+@helper
 def _starts(init: Array, ids: Array, done: Array, env: Int, at: Int) -> bool:
     """Return whether a waiting row does not continue the waiting row before it."""
     return bool(at == 0 or init[env, at] or ids[env, at] != ids[env, at - 1] or done[env, at - 1])
 
 
-@numba.njit(nogil=True)
+@helper
 def _run_stop(init: Array, ids: Array, done: Array, env: Int, at: Int, filled: Int) -> Int:
     """Return the waiting row after the last one of the run of row ``at``."""
     at += 1

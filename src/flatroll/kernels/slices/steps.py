@@ -12,8 +12,7 @@ from flatroll.kernels.rows.gather import gather_next, scatter
 from flatroll.kernels.slices.drawing import follow_rows
 from flatroll.kernels.slices.links import row_slot
 
-_ANY = 2**62  # entries of a pool whose size is not checked
-
+_ANY = 2**62  # rows of an array whose size is not checked
 
 @compiled()
 def number_places(steps: Array, envs: Array, num_envs: Int, first: Int, stop: Int, places: Array) -> bool:
@@ -155,7 +154,7 @@ def read_steps(
             patched = follow_rows(state, capacity, fragments, slots, follow, patch)
 
         found = patch[:, :patched]
-        gather_next(source, target, size, capacity, roots, slots, follow, found, pool, _ANY)
+        gather_next(source, target, size, capacity, roots, slots, follow, found, pool)
 
-    scatter(staged, target, size, waiting[1, :wait], waiting[0, :wait])
+    scatter(staged, target, size, _ANY, waiting[1, :wait], waiting[0, :wait])
     return True

@@ -9,16 +9,16 @@ This module imports numba: import it inside the function that needs it.
 
 from typing import Any
 
-from flatroll.kernels.compiled import Array, Int, compiled
+from flatroll.kernels.compiled import Array, Int, compiled, helper
 
 
-@compiled()
+@helper
 def _worse(rank: Array, number: Array, a: Int, b: Int) -> Any:
     """Return whether the row in slot ``a`` is dropped before the one in slot ``b``."""
     return rank[a] < rank[b] or (rank[a] == rank[b] and number[a] > number[b])
 
 
-@compiled()
+@helper
 def _sink(heap: Array, rank: Array, number: Array, live: Int) -> None:
     """Move the entry on top down to its place."""
     slot = heap[0]

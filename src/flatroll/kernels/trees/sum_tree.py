@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flatroll.kernels.compiled import Array, Int, compiled
+from flatroll.kernels.compiled import Array, Int, compiled, helper
 
 Float = Any
 
@@ -35,7 +35,7 @@ def weight(priority: Float, eps: Float, alpha: Float) -> Float:
     return value
 
 
-@compiled()
+@helper
 def _refresh(nodes: Array, levels: Array, k: Int, i: Int) -> None:
     """Compute node ``i`` of level ``k`` from its children."""
     total = 0.0
@@ -61,7 +61,7 @@ def _refresh(nodes: Array, levels: Array, k: Int, i: Int) -> None:
     nodes[at + FAN] = least
 
 
-@compiled()
+@helper
 def _refresh_from(nodes: Array, levels: Array, k: Int) -> None:
     """Recompute all nodes of the levels ``k`` and above."""
     for level in range(k, len(levels)):
