@@ -143,7 +143,17 @@ def walk(
                 if s.left == 0:
                     row += end - first
                     patched = _write_next(
-                        state, fragments, capacity, slot_0, s.number, row, stop, end - 1, follow, patch, patched
+                        state,
+                        fragments,
+                        capacity,
+                        slot_0,
+                        s.number,
+                        row,
+                        stop,
+                        end - 1,
+                        follow,
+                        patch,
+                        patched,
                     )
                 elif f.pool >= 0:  # the next round sets ``follow`` of the last row, without a cache miss
                     patch[0, patched] = end - 1

@@ -14,6 +14,7 @@ from flatroll.kernels.slices.links import row_slot
 
 _ANY = 2**62  # rows of an array whose size is not checked
 
+
 @compiled()
 def number_places(steps: Array, envs: Array, num_envs: Int, first: Int, stop: Int, places: Array) -> bool:
     """Fill ``places`` (int64 ``[N]``).
