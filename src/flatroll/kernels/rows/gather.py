@@ -265,7 +265,7 @@ class HostBlock:
         address, size = self._own
         wrong = gather(address, near, near, size, self.rows, asked, _NONE, stretches)
         if wrong >= 0:
-            raise self._no_slot_error(asked[wrong])
+            raise self._no_slot_error(int(asked[wrong]))
         if follow is None or patch is None:
             return copies
 
@@ -274,7 +274,7 @@ class HostBlock:
         after = follow.numpy()
         wrong = gather(address, near[self.roots], later, size, self.rows, asked, after, stretches)
         if wrong >= 0:
-            raise self._no_slot_error(after[wrong])
+            raise self._no_slot_error(int(after[wrong]))
 
         at, entries = patch.numpy()
         if len(at):
@@ -299,7 +299,7 @@ class HostBlock:
         bounds = [rows * block // blocks for block in range(blocks + 1)]
         for wrong in run_blocks(partial(self._copy_block, copies, asked), bounds, threads):
             if wrong >= 0:
-                raise self._no_slot_error(asked[wrong])
+                raise self._no_slot_error(int(asked[wrong]))
         return copies
 
     def _copy_block(self, copies: list[Tensor], asked: Array, first: int, stop: int) -> int:

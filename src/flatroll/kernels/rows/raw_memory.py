@@ -17,7 +17,8 @@ from numba.extending import intrinsic
 _BIT = ir.IntType(1)
 _INT = ir.IntType(32)
 _LONG = ir.IntType(64)
-_POINTER = ir.IntType(8).as_pointer()
+_OCTET = ir.IntType(8)
+_POINTER = _OCTET.as_pointer()
 
 
 def _copy_code(typing_context: Any, target: Any, source: Any, size: Any) -> Any:
@@ -70,7 +71,7 @@ def _flag_code(typing_context: Any, address: Any, index: Any) -> Any:
 def _set_code(typing_context: Any, address: Any, index: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         flag = builder.gep(builder.inttoptr(arguments[0], _POINTER), [arguments[1]])
-        builder.store(_POINTER.pointee(1), flag)
+        builder.store(_OCTET(1), flag)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
@@ -79,7 +80,7 @@ def _set_code(typing_context: Any, address: Any, index: Any) -> Any:
 def _compare_code(typing_context: Any, left: Any, right: Any, size: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = ir.FunctionType(_INT, [_POINTER, _POINTER, _LONG])
-        memcmp = get_or_insert_function(builder.module, kind, "memcmp")
+        memcmp = get_or_insert_function(builder.module, kind, "memcmp")  # type: ignore[no-untyped-call]
         left = builder.inttoptr(arguments[0], _POINTER)
         right = builder.inttoptr(arguments[1], _POINTER)
         return builder.call(memcmp, [left, right, arguments[2]])
@@ -140,4 +141,4 @@ def octets(address: Any, size: Any) -> Any:
 @numba.njit(inline="always")
 def equal_bytes(left: Any, right: Any, size: Any) -> bool:
     """Return whether ``size`` bytes at two addresses are equal."""
-    return compare_bytes(left, right, size) == 0
+    return bool(compare_bytes(left, right, size) == 0)
