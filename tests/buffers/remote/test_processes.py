@@ -313,6 +313,7 @@ def test_a_handle_goes_on_in_a_process_forked_after_its_use(
         for _ in range(20):
             used.extend(rows(1.0, 2))
         pipe.send((len(used), repr(used)))
+        pipe.recv()  # its end would end its channel
 
     with Child(work) as child:
         for _ in range(20):

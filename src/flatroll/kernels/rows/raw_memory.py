@@ -1,4 +1,4 @@
-"""Access to memory by address, for kernels: array views, byte copies and prefetching of cache lines.
+"""Access to memory by address, for kernels: array views, copies, comparisons and prefetching of cache lines.
 
 Passing an address to a kernel takes a tenth of the time of creating the NumPy array of a tensor, which matters for many
 short columns.
@@ -115,15 +115,8 @@ set_flag: Any = intrinsic(_set_code)
 #: ``compare_bytes(left, right, size)`` is 0 if the bytes at two addresses are equal: C's ``memcmp``.
 compare_bytes: Any = intrinsic(_compare_code)
 
-_to_flags: Any = intrinsic(_pointer_code(types.boolean))
 _to_numbers: Any = intrinsic(_pointer_code(types.int64))
 _to_octets: Any = intrinsic(_pointer_code(types.uint8))
-
-
-@numba.njit(inline="always")
-def flags(address: Any, size: Any) -> Any:
-    """View the memory at an address as a bool array ``[size]``."""
-    return carray(_to_flags(address), size)
 
 
 @numba.njit(inline="always")
@@ -136,9 +129,3 @@ def numbers(address: Any, size: Any) -> Any:
 def octets(address: Any, size: Any) -> Any:
     """View the memory at an address as a uint8 array ``[size]``."""
     return carray(_to_octets(address), size)
-
-
-@numba.njit(inline="always")
-def equal_bytes(left: Any, right: Any, size: Any) -> bool:
-    """Return whether ``size`` bytes at two addresses are equal."""
-    return bool(compare_bytes(left, right, size) == 0)
