@@ -76,32 +76,43 @@ def rows_in_slots(state: Records, capacity: Int, fragments: Records, slots: Arra
 
     All searches advance together, so that their cache misses overlap.
     """
-    first = state[0].first
-    end = state[0].end
     head = state[0].head
+    base = state[0].base
+    size = len(fragments)
 
     # the first row number at or after the head that falls into the slot
     rows = head + (slots - head) % capacity
 
-    numbers = np.full(len(slots), first)
-    step = np.int64(1)
-    while step < end - first:
-        step *= 2
+    # Live fragments lie in one stretch of the table, or in two if they go on at its start (see `place`). A row is
+    # looked up among the left[j] ones from index at[j] on.
+    oldest = state[0].first - base
+    ahead = min(state[0].end - base, size) - oldest
+    behind = max(state[0].end - base - size, 0)
 
-    # Binary search by halved steps: the last fragment whose first row is not after the row. It has no branch, which
-    # random rows would mispredict every second time: a difference shifted by 63 is all ones if it is negative, else 0.
-    base = state[0].base
-    size = len(fragments)
-    while step:
+    at = np.full(len(slots), oldest)
+    left = np.full(len(slots), ahead)
+    if behind:
         for j in range(len(rows)):
-            # a step beyond the end is none; the place is that of `place`
-            ahead = step & (numbers[j] + step - end >> 63)
-            at = numbers[j] + ahead - base
-            at -= size & ~(at - size >> 63)
-            beyond = rows[j] - fragments[at].first >> 63
-            numbers[j] += ahead & ~beyond
-        step //= 2
+            if rows[j] >= fragments[0].first:
+                at[j] = 0
+                left[j] = behind
 
+    # Binary search for the last fragment whose first row is not after the row. It has no branch, which random rows
+    # would mispredict every second time: a difference shifted by 63 is all ones if it is negative, else 0. No address
+    # depends on another comparison, which the compiler would make a branch.
+    most = max(ahead, behind)
+    while most > 1:
+        for j in range(len(rows)):
+            half = left[j] >> 1
+            beyond = rows[j] - fragments[at[j] + half].first >> 63
+            at[j] += half & ~beyond
+            left[j] -= half
+        most -= most >> 1
+
+    numbers = at + base
+    for j in range(len(rows)):
+        if at[j] < oldest:
+            numbers[j] += size
     return rows, numbers
 
 
