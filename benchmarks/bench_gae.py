@@ -122,7 +122,12 @@ def module(name: str, library: Any = estimators, **options: Any) -> Any:
         options |= {"lmbda": LMBDA}
     if name == "VTrace":
         logits = TensorDictModule(lambda x: torch.cat([x, -x], -1), ["observation"], ["logits"])
-        choose = ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical)
+        choose = ProbabilisticTensorDictModule(
+            ["logits"],
+            ["action"],
+            distribution_class=Categorical,
+            distribution_kwargs={"validate_args": False},  # a check waits for the device
+        )
         parts: list[Any] = [logits, choose]
         options |= {"actor_network": ProbabilisticTensorDictSequential(*parts)}
     return getattr(library, name)(gamma=GAMMA, value_network=identity, **options)

@@ -37,6 +37,7 @@ from flatroll.layout.checks import check_whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import NestedKey, require
 from flatroll.layout.tensordict_seam import nest
+from flatroll.layout.transfers import upload
 
 #: The entry of samples with the index of each row's member.
 BUFFER_IDS: NestedKey = ("collector", "buffer_ids")
@@ -654,9 +655,9 @@ class ReplayBufferEnsemble(Facts):
             if not mask.any():
                 continue
 
-            of_index = index[mask.to(index.device)]
-            of_priority = priority[mask.to(priority.device)] if priority.ndim else priority
-            of_generation = None if generation is None else generation[mask.to(generation.device)]
+            of_index = index[upload(mask, index.device)]
+            of_priority = priority[upload(mask, priority.device)] if priority.ndim else priority
+            of_generation = None if generation is None else generation[upload(mask, generation.device)]
             rb.update_priority(of_index, of_priority, of_generation)
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:

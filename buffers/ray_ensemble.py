@@ -15,6 +15,7 @@ from flatroll.buffers.ray_buffer import RayReplayBuffer, Weight
 from flatroll.layout.checks import check_choice, check_whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import ID_BITS, TRAJ_IDS
+from flatroll.layout.transfers import upload
 from flatroll.sharing.worker import WorkerDied
 
 _LOG = logging.getLogger("flatroll.buffers")
@@ -383,7 +384,7 @@ def _part(data: Any, final: TensorDictBase | None, mask: Tensor) -> tuple[Any, .
 
     at = mask
     if isinstance(data, TensorDictBase) and data.device:
-        at = mask.to(data.device)
+        at = upload(mask, data.device)
     rows = data[at]
 
     if final is None:

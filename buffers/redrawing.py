@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flatroll.buffers.columns.column import put_rows, take_rows
 from flatroll.buffers.index.ring import Draw
+from flatroll.layout.transfers import upload
 
 
 class Lost(NamedTuple):
@@ -113,7 +114,7 @@ def _put_values(values: Any, rows: Tensor, read: Any) -> None:
         if not column.is_contiguous():  # as of an expanded value of an own column
             column = column.contiguous()
             values[key] = column
-        put_rows(column, rows.to(column.device), read[key])
+        put_rows(column, upload(rows, column.device), read[key])
 
 
 def _join_draws(lost: Lost, rows: Tensor, part: Draw) -> Draw:
@@ -148,6 +149,6 @@ def _join_values(values: Any, rows: Tensor, read: Any) -> Any:
     if isinstance(values, list):
         return [values[row] for row in rows.tolist()] + list(read)
     return {
-        key: torch.cat([take_rows(column, rows.to(column.device)), read[key]])
+        key: torch.cat([take_rows(column, upload(rows, column.device)), read[key]])
         for key, column in values.items()
     }

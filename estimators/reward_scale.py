@@ -32,6 +32,10 @@ from flatroll.layout.tensordict_seam import nest
 
 #: If the rows of a batch and the open trajectories are more than this in total, stale trajectories are dropped.
 _MOST_OPEN = 2**20
+#: On a device at least so many trajectories stay open. Their number is not known there without waiting.
+_PLACES = 2**14
+#: Marks a row without a trajectory, and an unused place for one.
+_NO_ID = torch.iinfo(torch.int64).min
 
 
 class RewardScale(TensorDictModuleBase):
@@ -60,7 +64,8 @@ class RewardScale(TensorDictModuleBase):
 
     Attributes:
         statistics: ``count``, ``mean`` and ``var`` of the return, float64 ``[1]``; 0, 0 and 1 before the first update.
-        open_ids, open_returns: int64 and float64 ``[K]``, the trajectories that have not ended, and their returns.
+        open_ids, open_returns: int64 and float64 ``[K]``, the trajectories that have not ended, and their returns. On a
+            device K is larger: ids of unused places are -2**63.
 
     Raises:
         ValueError: a number out of range.
@@ -133,8 +138,9 @@ class RewardScale(TensorDictModuleBase):
     def update(self, batch: TensorDictBase) -> None:
         """Update the statistics with a collected batch; does nothing after ``eval()``.
 
-        Call it with every batch, in the order in which they were collected. On a device it waits once for the number
-        of open trajectories.
+        Call it with every batch, in the order in which they were collected. Batches on the device of the statistics are
+        not waited for. There as many trajectories stay open as the largest batch had rows, 16,384 at least: first those
+        with rows in the last batch.
 
         Args:
             batch: rows ``[*B]``, time last, with the reward and ``("collector", "traj_ids")``; the rows of a
@@ -157,6 +163,9 @@ class RewardScale(TensorDictModuleBase):
             raise TypeError(f"batch[{key!r}] must be floating, got {reward.dtype}: cast it with .float()")
 
         home = reward.device
+        # On a device no shape may depend on values: rows and trajectories are marked instead of left out.
+        leaves_out = home.type == "cpu" or self.open_ids.device != home
+
         rewards = flat_column(reward, batch, key).double()
         traj_ids = flat_column(require(batch, TRAJ_IDS), batch, TRAJ_IDS)
         done = marker(batch, DONE)
@@ -165,13 +174,21 @@ class RewardScale(TensorDictModuleBase):
         if is_init is None:
             is_init = torch.zeros_like(done)
         rows = [rewards, traj_ids, done, is_init, torch.ones_like(done)]
-        if mask is not None:
+        if mask is not None and leaves_out:
             rows = [row[mask] for row in rows]
+        elif mask is not None:
+            rows = [rewards.masked_fill(~mask, 0), traj_ids.masked_fill(~mask, _NO_ID), done, is_init, mask]
 
         # Prepend each open trajectory as one row whose reward is its return so far. Sorting by id makes
         # trajectories contiguous.
-        none = torch.zeros_like(self.open_ids, dtype=torch.bool)
-        before = (self.open_returns, self.open_ids, none, none, none)
+        open_ids = self.open_ids
+        open_returns = self.open_returns
+        if leaves_out:
+            used = open_ids != _NO_ID  # of a state that was saved on a device
+            open_ids = open_ids[used]
+            open_returns = open_returns[used]
+        none = torch.zeros_like(open_ids, dtype=torch.bool)
+        before = (open_returns, open_ids, none, none, none)
         columns = [torch.cat([x.to(home), y.reshape(-1).to(home)]) for x, y in zip(before, rows, strict=True)]
 
         ids, order = columns[1].sort(stable=True)
@@ -188,12 +205,23 @@ class RewardScale(TensorDictModuleBase):
 
         goes_on = ~done
         goes_on[:-1] &= ids[1:] != ids[:-1]  # the newest row of each trajectory
-        if len(ids) > _MOST_OPEN:
-            goes_on &= counted  # trajectories without rows in this batch may never continue
+        if leaves_out:
+            if len(ids) > _MOST_OPEN:
+                goes_on &= counted  # trajectories without rows in this batch may never continue
+            kept = goes_on
+        else:
+            goes_on &= ids != _NO_ID
+            ids = ids.masked_fill(~goes_on, _NO_ID)
+            # first those with rows in this batch, then the others, then rows after which nothing goes on
+            rank = goes_on.byte() + (goes_on & counted)
+            kept = rank.argsort(descending=True, stable=True)[
+                : max(_PLACES, len(self.open_ids), len(rewards))
+            ]
+
         # together: an interrupt must not come between
         self.open_ids, self.open_returns = (
-            ids[goes_on].to(self.open_ids),
-            returns[goes_on].to(self.open_returns),
+            ids[kept].to(self.open_ids),
+            returns[kept].to(self.open_returns),
         )
 
     @override

@@ -1,12 +1,13 @@
 """A device gives the numbers that the CPU gives, and is not waited for: ``make gpu`` runs this on a GPU.
 
-Here "cpu" only shows that the tests run; what never asks a device for a value is tested without one, on "meta".
+Without one, tests/test_on_chip.py runs it on an emulated device.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import chip
 import pytest
 import torch
 from tensordict import TensorDict
@@ -19,7 +20,10 @@ from flatroll.rollouts import Collector
 from flatroll.wrappers import InitTracker, RewardSum, StepCounter, TrajId
 from flatroll.wrappers.testing import Script, ScriptedTorchEnv
 
+#: Of these a process has one at most besides the CPU; tests/test_on_chip.py runs "chip" in one of its own.
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+if chip.installed():
+    DEVICES = ["cpu", chip.NAME]
 #: Products on a GPU may be rounded otherwise than on the CPU.
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
 
@@ -28,7 +32,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 
 @contextmanager
 def never_waited_for(device: str) -> Iterator[None]:
-    """Waiting for the GPU is an error within."""
+    """Waiting for the device is an error within."""
+    if device == chip.NAME:
+        with chip.watch("strict"):
+            yield
+        return
+
     if device == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:
@@ -102,7 +111,8 @@ def test_losses_and_gradients(device: str, name: str) -> None:
             assert all(value.isfinite().all() for value in losses.values())
             return
         sum(value for key, value in losses.items() if key.startswith("loss")).backward()
-        gradients = {key: x.grad.cpu() for key, x in loss.named_parameters() if x.grad is not None}
+        # copies: on the CPU the gradient itself, which loss.to() moves in place
+        gradients = {key: x.grad.cpu().clone() for key, x in loss.named_parameters() if x.grad is not None}
         found.append(({key: value.detach().cpu() for key, value in losses.items()}, gradients))
     torch.testing.assert_close(found[1], found[0], **CLOSE)
 
@@ -145,7 +155,8 @@ def test_recurrent_modules(device: str, kind: Any) -> None:
         with set_recurrent_mode("recurrent"):
             features = net(batch.clone().to(place))["features"]
         features.square().sum().backward()
-        found.append((features.detach().cpu(), {name: x.grad.cpu() for name, x in net.named_parameters()}))
+        gradients = {name: x.grad.cpu().clone() for name, x in net.named_parameters()}
+        found.append((features.detach().cpu(), gradients))
     torch.testing.assert_close(found[1], found[0], rtol=2e-3, atol=2e-3)
 
 

@@ -144,7 +144,7 @@ class StepInfo(Mapping[str, Any]):
 
 
 def rows_like(rows: Array, entry: Array) -> Array:
-    """Return a mask of rows in the entry's framework and on its device."""
+    """Return a mask of rows in the framework and on the device of an entry of ``info``, which may be NumPy's."""
     if isinstance(entry, Tensor):
         return to_torch(rows, entry.device)
     if isinstance(rows, Tensor):

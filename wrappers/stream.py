@@ -812,7 +812,7 @@ def _merge_reset_info(info: Info, reset_info: Info, rows: Array) -> dict[str, An
     """
     known = info.get("_final_info")
     final_info = _final_info(info, rows)
-    final_rows = rows if known is None else rows | known
+    final_rows = rows if known is None else rows | rows_like(known, rows)
     return {**_merge_rows(info, reset_info, rows), "final_info": final_info, "_final_info": final_rows}
 
 
@@ -840,7 +840,7 @@ def _merge_rows(info: Info, reset_info: Info, rows: Array) -> dict[str, Any]:
             and isinstance(old, np.ndarray | Tensor)
             and old.shape == value.shape
         ):
-            merged[key] = select(rows, value, old)
+            merged[key] = select(rows_like(rows, old), value, old)
     return merged
 
 
@@ -866,7 +866,7 @@ def _clear_rows(entry: Array, rows: Array) -> Array:
     empty: bool | None = False
     if entry.dtype == object:
         empty = None
-    return fill_rows(copy_array(entry), rows, empty)
+    return fill_rows(copy_array(entry), rows_like(rows, entry), empty)
 
 
 def _final_info(info: Info, rows: Array) -> dict[str, Any]:
@@ -892,7 +892,7 @@ def _mix_rows(step: Info, native: Info, rows: Array) -> dict[str, Any]:
                 other = {}
             final[key] = _mix_rows(mine, other, rows)
         elif _has_rows(mine, rows) and _has_rows(other, rows) and mine.shape == other.shape:
-            final[key] = select(rows, mine, other)
+            final[key] = select(rows_like(rows, other), mine, other)
         elif _has_rows(mine, rows):
             final[key] = _clear_rows(mine, ~rows)
         elif _has_rows(other, rows):

@@ -13,6 +13,7 @@ from flatroll.buffers.index.saved_tables import damaged
 from flatroll.kernels.rows.host_memory import HUGE_FROM, host_memory
 from flatroll.layout.delta import signed
 from flatroll.layout.keys import NestedKey
+from flatroll.layout.transfers import upload
 
 if TYPE_CHECKING:
     from flatroll.kernels.rows.gather import HostColumns
@@ -62,6 +63,8 @@ class Column(ABC):
         dtype: dtype of the values.
         shape: shape of one row's value.
         row_bytes: a row's bytes in ``stats()``; override it if a row takes fewer than `value_bytes`.
+        looks_up_on_host: whether :meth:`take` needs slots on the CPU also in a storage on a device. Default False:
+            it gets them on the storage's device.
 
     >>> class HalfColumn(Column):
     ...     '''Keeps float32 values in two bytes each.'''
@@ -90,6 +93,7 @@ class Column(ABC):
 
     dtype: torch.dtype
     shape: torch.Size
+    looks_up_on_host: bool = False
 
     @abstractmethod
     def write(self, slot: int, values: Tensor, after: After | None = None) -> None:
@@ -353,11 +357,11 @@ class TensorColumn(Column):
     @override
     def put(self, slots: Tensor, values: Tensor, after: After | None = None) -> None:
         device = self.data.device
-        put_rows(self.data, slots.to(device), values.to(device))
+        put_rows(self.data, upload(slots, device), upload(values, device))
 
     @override
     def take(self, slots: Tensor) -> Tensor:
-        return take_rows(self.data, slots.to(self.data.device), slots.numel() > self._few)
+        return take_rows(self.data, upload(slots, self.data.device), slots.numel() > self._few)
 
     @override
     def pool(self) -> "TensorColumn":

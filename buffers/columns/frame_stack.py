@@ -25,6 +25,7 @@ from flatroll.buffers.index.ring import Array
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.layout.checks import check_whole_number
 from flatroll.layout.keys import NestedKey
+from flatroll.layout.transfers import upload
 
 #: Creates a column of frames: (number of frames, frame shape in words, integer dtype of a word) -> column.
 Make = Callable[[int, tuple[int, ...], torch.dtype], Column]
@@ -74,6 +75,8 @@ class FrameColumn(Column):
     (tensor([[6., 7., 8., 9.],
             [0., 1., 2., 3.]]), 10)
     """
+
+    looks_up_on_host = True
 
     def __init__(
         self,
@@ -339,7 +342,7 @@ class FramePool:
 
     def words(self, values: Tensor, rows: int, stack: int) -> Tensor:
         """``values`` ``[rows, stack, *frame]`` as integers ``[rows, stack, words]`` on the device, aligned."""
-        flat = values.detach().to(self._device).resolve_conj().resolve_neg().contiguous()
+        flat = upload(values.detach(), self._device).resolve_conj().resolve_neg().contiguous()
         wide = self._word.itemsize
         # A view as wider words needs an aligned address, which a slice may lack.
         if flat.storage_offset() * flat.element_size() % wide or flat.data_ptr() % wide:
@@ -383,7 +386,7 @@ class FramePool:
         # Most frames are in the first column: read all rows from it (the blank frame for others), then patch.
         values = first.take(torch.from_numpy(np.where(frames < more[0][0], frames, 0)))
         for at, column, rows in self._by_column(frames, 1):
-            values.index_copy_(0, at.to(values.device), column.take(rows))
+            values.index_copy_(0, upload(at, values.device), column.take(rows))
         return values
 
     def put(self, frames: Array, words: Tensor, source: Array) -> None:
@@ -394,7 +397,7 @@ class FramePool:
             return
 
         for at, column, rows in self._by_column(frames):
-            column.put(rows, words.index_select(0, torch.from_numpy(source)[at].to(words.device)))
+            column.put(rows, words.index_select(0, upload(torch.from_numpy(source)[at], words.device)))
 
     def _host_memory(self) -> Tensor | None:
         """Return the frames ``[F, words]`` if they are one piece of host memory, which kernels need; else None."""
@@ -536,8 +539,8 @@ def match_by_torch(words: Tensor, stored: Tensor, held: Array, hint: Array) -> t
     """Do the same as `match` in torch, on any device, with a single sync."""
     rows, stack = words.shape[:2]
     hinted = np.flatnonzero(hint >= 0)
-    at = torch.from_numpy(hinted).to(words.device)
-    picked = torch.from_numpy(held[hint[hinted], 1:].reshape(-1)).to(words.device)
+    at = upload(torch.from_numpy(hinted), words.device)
+    picked = upload(torch.from_numpy(held[hint[hinted], 1:].reshape(-1)), words.device)
 
     # A row continues another if its frames 0 ... S - 2 equal the other's frames 1 ... S - 1.
     oldest = words[:, :-1].index_select(0, at)

@@ -18,6 +18,7 @@ from flatroll.buffers.columns.column import (
     take_rows,
 )
 from flatroll.buffers.index.saved_tables import damaged
+from flatroll.layout.transfers import upload
 
 
 class SparseColumn(Column):
@@ -62,8 +63,8 @@ class SparseColumn(Column):
         if not len(slots):
             return
 
-        slots = slots.to(self.device)
-        values = values.detach().to(self.device)
+        slots = upload(slots, self.device)
+        values = upload(values.detach(), self.device)
         self._written = max(self._written, int(slots.max()) + 1)
 
         old = self._place.index_select(0, slots)
@@ -92,7 +93,7 @@ class SparseColumn(Column):
     @override
     def take(self, slots: Tensor) -> Tensor:
         # Read the places first: in between, the entries may grow but never shrink.
-        places = self._place.index_select(0, slots.to(self.device))
+        places = self._place.index_select(0, upload(slots, self.device))
         return self._entries.index_select(0, places)
 
     @override
@@ -121,7 +122,7 @@ class SparseColumn(Column):
     @override
     def dump(self, slots: Tensor) -> Dumped:
         """Return the non-zero rows; other rows have length 0."""
-        filled = (self._place.index_select(0, slots.to(self.device)) > 0).cpu()
+        filled = (self._place.index_select(0, upload(slots, self.device)) > 0).cpu()
         return {"values": (self.take(slots[filled]), filled.long())}
 
     @override

@@ -16,6 +16,7 @@ from flatroll.buffers.index.ring import Array
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.kernels.threads import run_blocks
 from flatroll.layout.checks import check_whole_number
+from flatroll.layout.transfers import upload
 
 _THREAD_BYTES = 2**23  # bytes of values that are worth another thread
 _DICTIONARY_BYTES = 2**14  # longer dictionaries are slower and compress no better
@@ -53,6 +54,8 @@ class ZstdColumn(Column):
     >>> column.take(torch.tensor([2, 0]))[:, 0, 0], column.row_bytes < 100
     (tensor([2, 0], dtype=torch.uint8), True)
     """
+
+    looks_up_on_host = True
 
     def __init__(
         self,
@@ -116,7 +119,7 @@ class ZstdColumn(Column):
             values = values.take(inverse, 0)
 
         shaped = torch.from_numpy(values).view(-1).view(self.dtype).view(len(slots), *self.shape)
-        return shaped.to(self.device)
+        return upload(shaped, self.device)
 
     @override
     def pool(self) -> "ZstdColumn":

@@ -17,6 +17,7 @@ from flatroll.buffers.index.trajectory_index import BY, By, TrajectoryIndex, mis
 from flatroll.buffers.samplers.sampler import Sampler, StoredColumns, freshness
 from flatroll.layout.checks import check_choice, check_flags, check_key_names, check_keys, check_whole_number
 from flatroll.layout.keys import HAS_STATE, IS_INIT, MASK, TRUNCATED, NestedKey, as_tuple, marker, require
+from flatroll.layout.transfers import upload
 
 Span: TypeAlias = bool | int | Sequence[bool | int]
 
@@ -332,7 +333,7 @@ class SliceSampler(Sampler):
         _mark((init, done, terminated, truncated), draw.firsts, draw.lasts)
 
         if draw.mask is not None:
-            columns[MASK] = draw.mask.to(device)
+            columns[MASK] = upload(draw.mask, device)
             if init is not None:
                 init.view(rows).logical_and_(columns[MASK])  # a first row repeated as padding is not a start
 
@@ -447,9 +448,9 @@ def _mark_on_device(flags: Sequence[Tensor | None], firsts: Tensor, lasts: Tenso
     """The same in torch, for any device."""
     init, done, terminated, truncated = flags
     if init is not None:
-        init.view(-1).index_fill_(0, firsts.to(init.device), True)
+        init.view(-1).index_fill_(0, upload(firsts, init.device), True)
     if done is not None and terminated is not None and truncated is not None:
-        ends = lasts.to(done.device)
+        ends = upload(lasts, done.device)
         done.view(-1).index_fill_(0, ends, True)
         # a <= b of bools is "not a, or b"
         final = terminated.view(-1).index_select(0, ends)

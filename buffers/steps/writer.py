@@ -39,6 +39,7 @@ from flatroll.layout.keys import (
     plain_key,
 )
 from flatroll.layout.tensordict_seam import nest
+from flatroll.layout.transfers import upload
 
 if TYPE_CHECKING:
     from flatroll.kernels.rows.gather import HostColumns
@@ -515,7 +516,7 @@ class StepWriter:
                 self._tail(names).copy_into(columns, at, rows)
             else:
                 for key, values in self._read_waiting(rows, names).items():
-                    put_rows(columns[key], torch.from_numpy(at).to(values.device), values)
+                    put_rows(columns[key], upload(torch.from_numpy(at), values.device), values)
 
         return columns
 
@@ -529,7 +530,7 @@ class StepWriter:
         columns = {}
         for key, column in tail.columns.items():
             values = taken[key] if key in taken else take_rows(column, at)
-            columns[key] = values.to(device)
+            columns[key] = upload(values, device)
         return columns
 
     def _tail(self, names: Names) -> "HostColumns[NestedKey]":

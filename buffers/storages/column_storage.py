@@ -47,6 +47,7 @@ from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import check_device, check_flags, check_whole_number
 from flatroll.layout.final import Final, check_final, read_final
 from flatroll.layout.keys import NestedKey, next_key, without_next
+from flatroll.layout.transfers import upload
 
 if TYPE_CHECKING:
     from flatroll.kernels.rows.gather import HostColumns
@@ -478,7 +479,7 @@ class ColumnStorage(Storage):
             if at is None:
                 chosen = values
             else:
-                chosen = values.index_select(0, at.to(values.device))
+                chosen = values.index_select(0, upload(at, values.device))
             self.columns[key].put(slots, chosen)
 
     @override
@@ -599,24 +600,29 @@ class ColumnStorage(Storage):
         if keys is not None:
             asked = self.columns.keys() & keys
         if len(columns) < len(asked):
-            slots = slots.to(self.device)
+            placed = upload(slots, self.device)
             copied = columns
             columns = {}
             for key, column in self.columns.items():
                 if key in copied:
                     columns[key] = copied[key]
                 elif key in asked:
-                    columns[key] = column.take(slots)
+                    columns[key] = column.take(slots if column.looks_up_on_host else placed)
 
         # Last the next observations: from the next rows, or from the pool where no row holds them.
         if pool is not None and follow is not None:
+            following = follow.slots.clamp(min=0)
+            placed = upload(following, self.device)
+            patch = upload(follow.patch, self.device)
             for key, name in pool.next_keys.items():
                 if keys is not None and name not in keys:
                     continue
-                rows = self.columns[key].take(follow.slots.clamp(min=0))
-                if follow.patch.shape[1]:
-                    at, kept = follow.patch
-                    put_rows(rows, at.to(rows.device), pool.entries[key].take(kept))
+
+                on_host = self.columns[key].looks_up_on_host
+                rows = self.columns[key].take(following if on_host else placed)
+                if patch.shape[1]:
+                    kept = follow.patch if on_host else patch
+                    put_rows(rows, upload(patch[0], rows.device), pool.entries[key].take(kept[1]))
                 columns[name] = rows
         return columns
 

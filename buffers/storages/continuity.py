@@ -26,6 +26,7 @@ from flatroll.layout.keys import (
     as_tuple,
     next_key,
 )
+from flatroll.layout.transfers import upload
 
 if TYPE_CHECKING:
     from flatroll.kernels.rows.gather import HostColumns
@@ -162,7 +163,7 @@ def check_tails(
     (ends,) = np.nonzero(fragments.joined[1:])
     ends = ends[:: len(ends) // _CHECKED + 1]
     here = torch.from_numpy(ends)
-    said = {key: tails[key][here.to(tails[key].device)] for key in keys}
+    said = {key: tails[key][upload(here, tails[key].device)] for key in keys}
     _refuse(batch, fragments.lasts[ends], said, skip)
 
 
@@ -470,7 +471,7 @@ class LinkCheck:
 
 def _rows_on(column: Tensor, numbers: Array) -> Tensor:
     """Row numbers on the device of ``column``."""
-    return torch.from_numpy(numbers).to(column.device)
+    return upload(torch.from_numpy(numbers), column.device)
 
 
 def _values_differ(said: Tensor, came: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from flatroll.buffers.index.ring import Array
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.layout.final import Final
 from flatroll.layout.keys import NEXT_KNOWN, NestedKey, next_key
+from flatroll.layout.transfers import upload
 
 
 def check_final_covers(row: Tensor, ends: Tensor, columns: Columns) -> None:
@@ -116,7 +117,7 @@ class NextPool:
 
     def tails(self, columns: Columns, final: Final | None, lasts: Array) -> Columns:
         """Next observations of the rows ``lasts`` (int64 ``[F]``), by root key: ``[F, *obs]``."""
-        at = torch.from_numpy(lasts).to(columns[self.pairs[0]].device)
+        at = upload(torch.from_numpy(lasts), columns[self.pairs[0]].device)
         tails: Columns = {} if final is None else next_columns(columns, final, at)
         for key, next_name in self.next_keys.items():
             if key not in tails:
@@ -144,7 +145,7 @@ class NextPool:
         inner = np.flatnonzero(before < -1)  # fragments that continue fragment -2 - before of the same batch
         if len(inner):
             at = torch.from_numpy(-2 - before[inner])
-            ends = {key: tails[key].index_select(0, at.to(tails[key].device)) for key in self.pairs}
+            ends = {key: tails[key].index_select(0, upload(at, tails[key].device)) for key in self.pairs}
             agree[inner] = self._compare_values(ends, heads, fragments.firsts[inner], keys)
 
         # Fragments that continue a stored chain: its last next observation is in the pool.
@@ -157,7 +158,7 @@ class NextPool:
             if self.lossy:
                 # stored entries were rounded, so round the new rows as well before comparing
                 at = torch.from_numpy(firsts)
-                heads = {key: heads[key].index_select(0, at.to(heads[key].device)) for key in self.pairs}
+                heads = {key: heads[key].index_select(0, upload(at, heads[key].device)) for key in self.pairs}
 
                 for key, column in self.lossy.items():
                     slots = torch.arange(len(outer))
@@ -201,7 +202,7 @@ class NextPool:
         slots = torch.from_numpy((first + fragments.lasts[kept]) % index.capacity)
         after = After(torch.arange(len(kept)), slots)
         for key, column in self.entries.items():
-            column.put(where, tails[key].index_select(0, at.to(tails[key].device)), after)
+            column.put(where, tails[key].index_select(0, upload(at, tails[key].device)), after)
         return pool, released
 
     @property
@@ -219,7 +220,7 @@ class NextPool:
     ) -> Array:
         """Compare next observations ``tails[key]`` with rows ``heads[key][firsts]``, see :meth:`compare_heads`."""
         device = heads[self.pairs[0]].device
-        at = torch.from_numpy(firsts).to(device)
+        at = upload(torch.from_numpy(firsts), device)
         unlike, wrong = torch.zeros((2, len(firsts)), dtype=torch.bool, device=device)
 
         for key in self.pairs:

@@ -96,6 +96,12 @@ def slots_at(index: Any, ring: Ring, lanes: torch.Size) -> Tensor:
 
     IndexError if there is no such position, TypeError if ``index`` is not a position.
     """
+    # Slots are computed on the host, wherever the index is.
+    if isinstance(index, Tensor):
+        index = index.cpu()
+    elif isinstance(index, tuple):
+        index = tuple(part.cpu() if isinstance(part, Tensor) else part for part in index)
+
     parts = index if isinstance(index, tuple) else [index]
     if any(isinstance(part, str) for part in parts):
         raise TypeError(
@@ -118,7 +124,7 @@ def slots_at(index: Any, ring: Ring, lanes: torch.Size) -> Tensor:
         places = torch.tensor(index, dtype=torch.int64)
 
     if isinstance(places, Tensor) and places.dtype in (torch.int64, torch.int32) and not lanes:
-        places = places.to("cpu", torch.int64)
+        places = places.to(torch.int64)
         if bool(((places >= -used) & (places < used)).all()):
             return torch.where(places < 0, places + used, places)
 

@@ -267,7 +267,7 @@ class Storage(Facts, ABC):
         if isinstance(index, slice):
             slots = torch.arange(self.max_size)[index]
         else:
-            slots = torch.as_tensor(index)
+            slots = torch.as_tensor(index, device="cpu")
         if slots.dtype is torch.bool:
             slots = slots.nonzero().squeeze(1)
         if not slots.ndim:

@@ -33,6 +33,7 @@ from flatroll.layout.keys import (
     next_key,
     under_next,
 )
+from flatroll.layout.transfers import upload
 
 Strategy: TypeAlias = Literal["future", "final", "episode"]
 GoalFunction: TypeAlias = Callable[[Any, Any, Mapping[NestedKey, Any]], Any]
@@ -184,7 +185,7 @@ class HindsightTransform(Transform):
         """
         goal_key, achieved = self._goal_keys(columns)
         device = columns[self.reward_key].device
-        rows = chosen[0].to(device)
+        rows = upload(chosen[0], device)
         count = len(columns[self.reward_key])
         relabelled = torch.zeros((count, 1), dtype=torch.bool, device=device)
         columns[RELABELLED] = relabelled.index_fill_(0, rows, True)
@@ -250,7 +251,7 @@ class HindsightTransform(Transform):
         columns: Columns = {key: column.clone() for key, column in td.items(True, True)}
 
         def get(positions: Tensor, keys: Sequence[NestedKey]) -> Columns:
-            return {key: take_rows(columns[key], positions.to(columns[key].device)) for key in keys}
+            return {key: take_rows(columns[key], upload(positions, columns[key].device)) for key in keys}
 
         changed, _ = self.relabel(columns, torch.stack([torch.from_numpy(which), goals]), get, get)
         result = td.clone(recurse=False)

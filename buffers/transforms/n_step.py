@@ -30,6 +30,7 @@ from flatroll.layout.keys import (
     plain_key,
     under_next,
 )
+from flatroll.layout.transfers import upload
 
 STEPS = STEPS_TO_NEXT_OBS
 GAMMA = "gamma"
@@ -151,7 +152,7 @@ class NStep(Transform):
 
         rows, n = ahead.shape
         device = columns[self.reward_keys[0]].device
-        ahead = ahead.to(device)
+        ahead = upload(ahead, device)
         used = ahead >= 0
 
         # Read all windows at once, [N * n] rows; missing rows are replaced by the first row of the window.
@@ -233,7 +234,7 @@ class NStep(Transform):
         ahead.masked_fill_(ahead > lasts[torch.searchsorted(lasts, at)][:, None], -1)
 
         def get(positions: Tensor, keys: Sequence[NestedKey]) -> Columns:
-            return {key: take_rows(columns[key], positions.to(columns[key].device)) for key in keys}
+            return {key: take_rows(columns[key], upload(positions, columns[key].device)) for key in keys}
 
         changed = self.to_n_step(columns, ahead, get)
         result = td.clone(recurse=False).exclude(DELTA)

@@ -11,6 +11,7 @@ from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import check_flags, check_keys, check_type
 from flatroll.layout.delta import signed
 from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey, flat_column, next_key, require
+from flatroll.layout.transfers import upload
 
 
 class NextStateReconstructor(Transform):
@@ -106,7 +107,7 @@ class NextStateReconstructor(Transform):
         elif present or ends is None:
             marked = run_ends(td, done_key=self.done_key, traj_key=self.traj_key)
             if ends is not None:
-                marked = marked | ends.to(marked.device)
+                marked = marked | upload(ends, marked.device)
             ends = marked
 
         if self.step_count_key is not None and self.step_count_key in present:

@@ -10,6 +10,7 @@ from flatroll.buffers.columns.column import take_rows
 from flatroll.buffers.transforms.transform import Transform
 from flatroll.layout.checks import check_cpu_generator, check_keys, check_whole_number
 from flatroll.layout.keys import IS_INIT, NestedKey, marker
+from flatroll.layout.transfers import upload
 
 
 class RandomCropTensorDict(Transform):
@@ -89,7 +90,8 @@ class RandomCropTensorDict(Transform):
 
         dim = self.sample_dim % len(shape)
         starts = self._possible_starts(td, dim)
-        uniform = torch.rand(starts.shape, dtype=torch.float64, generator=self.generator).to(starts.device)
+        uniform = torch.rand(starts.shape, dtype=torch.float64, generator=self.generator)
+        uniform = upload(uniform, starts.device)
         first = torch.minimum((uniform * starts).long(), starts - 1)  # [*B]; rounding never reaches `starts`
 
         # In the batch flattened to [prod(B) * T], the crop of element b is rows b * T + first[b] + (0 ...
@@ -100,7 +102,7 @@ class RandomCropTensorDict(Transform):
 
         def crop_column(column: Tensor) -> Tensor:
             flat = column.movedim(dim, len(shape)).flatten(0, len(shape))  # time becomes the last batch dim
-            crops = take_rows(flat, rows.to(flat.device)).view(*shape, length, *flat.shape[1:])
+            crops = take_rows(flat, upload(rows, flat.device)).view(*shape, length, *flat.shape[1:])
             return crops.movedim(len(shape), dim)
 
         crop = cast(TensorDictBase, td.apply(crop_column, batch_size=[*shape[:dim], length, *shape[dim:]]))

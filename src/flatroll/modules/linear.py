@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from flatroll.kernels import segmented_scan
 from flatroll.layout.checks import check_number
+from flatroll.layout.transfers import upload
 from flatroll.modules.backends.packing import States
 from flatroll.modules.networks import check_sizes
 from flatroll.modules.stateful import StatefulModule, StatefulOptions
@@ -51,6 +52,7 @@ class LinearRecurrence(StatefulModule):
 
     @override
     def over_runs(self, rows: Tensor, stored: States, starts: Tensor) -> tuple[Tensor, States]:
+        starts = upload(starts, rows.device)
         first = torch.where(starts[:, None, None], stored[0], 0)
         # the scan runs backward in time: on flipped rows the first row of a run is its end
         ends = starts.flip(0)

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from flatroll.layout.checks import check_choice, check_flags
+from flatroll.layout.transfers import upload
 from flatroll.modules.backends.choice import BACKENDS, by_row, check_backend
 from flatroll.modules.backends.dense import dense_gru, few_long_runs
 from flatroll.modules.backends.packing import States, call, run_index
@@ -189,6 +190,7 @@ class RecurrentModule(StatefulModule):
     def _over_runs(self, rows: Tensor, stored: States, starts: Tensor) -> tuple[Tensor, States]:
         compute_rows = by_row(self.recurrent_backend, self.net)
         if compute_rows is not None:
+            starts = upload(starts, rows.device)
             out, after = compute_rows(self.net, rows, stored, starts)
             if self._output_is_state:
                 return out, (out.clone(),)
@@ -197,7 +199,7 @@ class RecurrentModule(StatefulModule):
             last = torch.cat([starts[1:], torch.ones_like(starts[:1])])[:, None, None]
             return out, tuple(torch.where(last, state, 0) for state in after)
 
-        index = run_index(starts)
+        index = run_index(starts, rows.device)
         # the states of first rows, from [N, layers, H] to [layers, runs, H] in rank order
         first = tuple(state.index_select(0, index.first).transpose(0, 1) for state in stored)
         one_way_scan = self.recurrent_backend in ("auto", "scan") and not self.bidirectional

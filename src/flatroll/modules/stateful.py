@@ -28,6 +28,7 @@ from flatroll.layout.keys import (
     plain_key,
     require,
 )
+from flatroll.layout.transfers import upload
 from flatroll.modules.backends.packing import States
 from flatroll.modules.mode import Mode, burn_in_rows, check_mode, recurrent_mode
 from flatroll.modules.primer import TensorDictPrimer
@@ -356,7 +357,8 @@ class StatefulModule(TensorDictModuleBase):
 
 
 #: Maps rows ``[N, in]``, states ``[N, *state]`` (read at first rows) and a bool ``[N]`` that marks first
-#: rows, to outputs and the states after each row, which are exact at the last rows of runs.
+#: rows, on the rows' device or on the CPU, to outputs and the states after each row, which are exact at the last rows
+#: of runs.
 OverRuns: TypeAlias = Callable[[Tensor, States, Tensor], tuple[Tensor, States]]
 
 
@@ -377,26 +379,34 @@ def run_with_burn_in(
     if not burn_in or not torch.is_grad_enabled():
         return over_runs(rows, stored, starts)
 
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        starts = starts.cpu()  # the one wait: the sizes of both parts are needed
+
     # head: the rows to burn in; entry: the first row after them, which takes over the state
     step = steps_into_run(starts)
     head = step < burn_in
     entry = step == burn_in
-    if torch.compiler.is_compiling():
+    if compiling:
         return _run_fixed_shapes(over_runs, rows, stored, starts | entry, head, entry)
 
     # indices of the rows of both parts; each part is a flat batch of shorter runs
     first, rest = (flag.nonzero().squeeze(1) for flag in (head, ~head))
-    with torch.no_grad():
-        part = tuple(state.index_select(0, first) for state in stored)
-        head_out, head_after = over_runs(rows.index_select(0, first), part, starts.index_select(0, first))
-
-    if not len(rest):
-        return head_out, head_after
+    starts_of_head = starts.index_select(0, first)
 
     # positions of the entry rows in the rest, and of the rows before them in the head
     entered = entry.index_select(0, rest)
     at = entered.nonzero().squeeze(1)
     before = torch.searchsorted(first, rest.index_select(0, at) - 1)
+
+    first, rest, at, before = (upload(index, rows.device) for index in (first, rest, at, before))
+    with torch.no_grad():
+        part = tuple(state.index_select(0, first) for state in stored)
+        head_out, head_after = over_runs(rows.index_select(0, first), part, starts_of_head)
+
+    if not len(rest):
+        return head_out, head_after
+
     left = [after.index_select(0, before) for after in head_after]
     part = tuple(
         state.index_select(0, rest).index_copy(0, at, after.to(state.dtype).view(-1, *state.shape[1:]))

@@ -69,7 +69,7 @@ class Devices:
         env: device of the env's arrays and of the columns.
         policy: device of the policy's input; None for the env's.
         storing: device of finished batches; None for the env's.
-        blocking: whether to wait for copies between devices.
+        blocking: whether to wait for copies of batches to the CPU.
     """
 
     env: torch.device

@@ -15,6 +15,7 @@ from flatroll.layout.checks import SCALED, check_flags, check_function, check_se
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import DONE, NestedKey, marker, require
 from flatroll.layout.trajectories import mark_cuts, split_trajectories
+from flatroll.layout.transfers import move_batch
 from flatroll.rollouts.arguments import (
     EnvSource,
     check_counts,
@@ -75,7 +76,9 @@ class Collector(Facts):
             copied back; a torch env must be there already. Default: the env's own.
         policy_device: device of the policy's input. Default: that of the env's arrays.
         storing_device: device of the batches. Default: that of the env's arrays.
-        no_cuda_sync: do not synchronise after copies between devices. Default False.
+        no_cuda_sync: do not wait for the copies of batches from a device to the CPU: synchronise before you read
+            one. What reads rows here (``postproc``, a hook, ``split_trajs``, ``replay_buffer``) gets finished ones.
+            Default False.
         obs_dtype: dtype of the floating observations, as ``dtype`` of `flatroll.wrappers.as_vector_env`, for example
             ``torch.float32`` for MuJoCo's float64. Default None: the env's own.
         compact_obs: omit ``("next", obs)``; `final` then has the observations that no row holds.
@@ -549,11 +552,14 @@ class Collector(Facts):
         if self._set_truncated:
             batch = mark_cuts(batch, is_init_key=keys.init, traj_key=keys.traj)
         storing = self._devices.storing
-        wait = not self._devices.blocking
         if storing is not None:
-            batch = batch.to(storing, non_blocking=wait)
+            # Only the caller can read a batch later than it comes.
+            steps = self._split_trajs, self._postproc, self._post_hook, self._buffer
+            read_here = any(step not in (None, False) for step in steps)
+            wait = self._devices.blocking or read_here
             if final is not None:
-                final = final.to(storing, non_blocking=wait)
+                final = move_batch(final, storing, wait=wait)
+            batch = move_batch(batch, storing, wait=wait)
         self.final = final
         if self._scaled:
             setattr(batch, SCALED, self._buffer is None)  # a buffer has warned already

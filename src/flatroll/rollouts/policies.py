@@ -22,6 +22,7 @@ from flatroll.layout.tensordict_seam import (
     get_entry,
     nest,
 )
+from flatroll.layout.transfers import download, upload
 from flatroll.rollouts.arguments import Devices
 from flatroll.wrappers.arrays import Array, Tree, map_tree, to_torch
 from flatroll.wrappers.markers import recurrent_states
@@ -94,16 +95,17 @@ def as_function_of_obs(
             given = {}
 
         if devices.policy is not None:
-            obs, given = map_tree(
-                lambda leaf: leaf.to(devices.policy, non_blocking=not devices.blocking), (obs, given)
-            )
+            leaves: list[Tensor] = []
+            map_tree(leaves.append, (obs, given))
+            moved = iter(_copy_to(devices.policy, leaves))
+            obs, given = map_tree(lambda _: next(moved), (obs, given))
 
         try:
             action = policy(obs, **given)
         except RuntimeError as error:
-            leaves: list[Tensor] = []
-            map_tree(leaves.append, obs)
-            _note_dtype(error, policy, leaves)
+            seen: list[Tensor] = []
+            map_tree(seen.append, obs)
+            _note_dtype(error, policy, seen)
             raise
 
         if action is None or (one_action and isinstance(action, (tuple, dict, TensorDictBase))):
@@ -192,11 +194,11 @@ class ModulePolicy:
             if drawn is not None:
                 return drawn
 
-        data = nest(columns, self._num_envs)
-        wait = not self._devices.blocking
-        home = self._devices.env
         if self._devices.policy is not None:
-            data = data.to(self._devices.policy, non_blocking=wait)
+            # The columns change only after this call, which waits for the action if it is on a device.
+            moved = _copy_to(self._devices.policy, list(columns.values()), held=True)
+            columns = dict(zip(columns, moved, strict=True))
+        data = nest(columns, self._num_envs)
 
         try:
             out = call_policy(self._policy, data)
@@ -218,16 +220,16 @@ class ModulePolicy:
                 self._on_columns = ColumnActor.of(self._policy)
 
         # A key that was written before but is missing now raises KeyError here.
-        written = {key: out[key].to(home, non_blocking=wait) for key in self._written}
+        written = {key: out[key] for key in self._written}
 
         for key in self.defaults:  # in first rows, as reset by the policy if it writes the state
             used = out.get(key, None)
             if used is None:
-                column = data.get(key)
+                written[key] = data.get(key)
             else:
-                column = used
-            written[key] = column.to(home, non_blocking=wait)
+                written[key] = used
 
+        action, written = self._bring_home(action, written)
         if isinstance(action, TensorDictBase):
             if self._beside:
                 parts = action.exclude(*(key[1:] for key in self._beside))
@@ -236,6 +238,27 @@ class ModulePolicy:
             action = _tuples(self._space, parts.to_dict())
 
         return action, written
+
+    def _bring_home(
+        self, action: Tensor | TensorDictBase, written: Columns
+    ) -> tuple[Tensor | TensorDictBase, Columns]:
+        """Return the action and the other columns on the env's device; a device is waited for once."""
+        if isinstance(action, TensorDictBase):
+            parts = {(ACTION, *as_tuple(key)): part for key, part in action.items(True, True)}
+        else:
+            parts = {(ACTION,): action}
+
+        home = self._devices.env
+        columns = {**written, **parts}
+        if all(column.device == home for column in columns.values()):
+            return action, written
+
+        moved = _copy_to(home, list(columns.values()))
+        columns = dict(zip(columns, moved, strict=True))
+        written = {key: columns[key] for key in written}
+        if isinstance(action, TensorDictBase):
+            return nest({key[1:]: columns[key] for key in parts}, *action.batch_size), written
+        return columns[ACTION,], written
 
     def _call_parts(self, actor: ColumnActor, columns: Columns) -> tuple[Any, Columns] | None:
         """Do the same with the parts of the policy; None if it must be called as it is."""
@@ -256,6 +279,16 @@ class ModulePolicy:
         for key in self.defaults:
             written[key] = made[key]
         return made[ACTION], written
+
+
+def _copy_to(device: torch.device, tensors: list[Tensor], *, held: bool = False) -> list[Tensor]:
+    """Return tensors on a device: not waited for on the way to it, waited for once on the way to the CPU.
+
+    ``held`` is that of `upload`.
+    """
+    if device.type == "cpu":
+        return download(tensors)
+    return [upload(tensor, device, held=held) for tensor in tensors]
 
 
 def copy_weights(policy: object, weights: Weights) -> None:

@@ -101,7 +101,7 @@ class RandomActions:
         self.space = space
         self.num_envs = num_envs
         self._device = device
-        place = device if device.type == "cuda" else "cpu"
+        place = "cpu" if device.type == "mps" else device  # Metal has no float64
         self.generator = torch.Generator(device=place)
         if seed is None:
             seed = int(torch.randint(2**62, ()).item())
@@ -115,6 +115,7 @@ class RandomActions:
         self._steps: list[Any] = []
         self._used = _CHUNK
         self._ignored: set[tuple[int, ...]] = set()  # shapes of masks that do not fit, named in a warning
+        self._firsts: dict[int, torch.Tensor] = {}  # the first options of parts of the space, by id of the part
 
     def seed(self, seed: int) -> None:
         """Restart the draws from this seed."""
@@ -193,7 +194,10 @@ class RandomActions:
             drawn_at = draw_masked(combinations, torch.Size(), self.generator)
             picks = list(torch.unravel_index(drawn_at, counts))
 
-        first = torch.from_numpy(first_options(space)).to(self.generator.device)
+        first = self._firsts.get(id(space))
+        if first is None:
+            first = torch.from_numpy(first_options(space)).to(self.generator.device)
+            self._firsts[id(space)] = first
         legal = (torch.stack(picks, -1) + first).view(drawn.shape)
         return legal.to(drawn.device, drawn.dtype)
 

@@ -191,5 +191,6 @@ class CountSampler(RandomSampler):
         states = RowNumbers(self.keys).insert(
             [columns[plain_key(key)].take(self._slots) for key in self.keys]
         )
+        states = states.cpu()  # rows are drawn on the host
         weights = torch.bincount(states).double() ** -self.power
-        self._sums = weights[states.cpu()].cumsum(0)
+        self._sums = weights[states].cumsum(0)

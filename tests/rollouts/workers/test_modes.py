@@ -380,7 +380,7 @@ class Reused:
 def test_windows_are_given_back_after_their_rows_were_copied(count: int) -> None:
     member = SimpleNamespace(link=SimpleNamespace(name="worker 0"))
     filled: Any = [Filled(member, Reused(3 * i), 3) for i in range(count)]  # type: ignore[arg-type]
-    delivery = Delivery(None, None, True, False)
+    delivery = Delivery(None, None, False)
     batch = delivery.batch(filled)
     assert batch["reward"].tolist() == list(range(3 * count)) and delivery.final is not None
     assert delivery.final["row"].tolist() == [2, 5][:count]

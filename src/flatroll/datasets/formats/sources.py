@@ -108,11 +108,11 @@ def open_source(source: TensorDictBase | ReplayBuffer, chunk_rows: int | None = 
 
 
 def first_rows(source: Source) -> Tensor | None:
-    """Return the number of the first row of each run, int64 ``[R]``; None without markers."""
+    """Return the number of the first row of each run, int64 ``[R]`` on the CPU; None without markers."""
     markers = _markers(source)
     if markers is None:
         return None
-    return run_starts(markers).nonzero().squeeze(-1)
+    return run_starts(markers).nonzero().squeeze(-1).cpu()
 
 
 def _markers(source: Source, *others: NestedKey) -> TensorDict | None:

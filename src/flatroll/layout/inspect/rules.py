@@ -79,7 +79,10 @@ class UnpaddedRows:
     """
 
     def __init__(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> None:
-        self.numbers = torch.arange(batch.shape[0], device=batch.device)
+        # A batch of columns on a device need not say so itself.
+        columns = (leaf for leaf in batch.values(True, True) if isinstance(leaf, Tensor))
+        device = next((column.device for column in columns), None)
+        self.numbers = torch.arange(batch.shape[0], device=device)
         mask = usable(batch, MASK)
         if mask is not None:
             self.numbers = mask.nonzero().squeeze(-1)

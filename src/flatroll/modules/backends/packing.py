@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from flatroll.layout.transfers import upload
+
 #: The states of a network: one tensor of a GRU (hidden), two of an LSTM (hidden, cell).
 States: TypeAlias = tuple[Tensor, ...]
 #: Maps a network, rows ``[N, input_size]``, initial states ``[num_layers, R, H]`` in rank order and the runs
@@ -46,7 +48,7 @@ class RunIndex:
     place: Tensor | None
 
 
-def run_index(starts: Tensor) -> RunIndex:
+def run_index(starts: Tensor, device: torch.device | None = None) -> RunIndex:
     """Build the :class:`RunIndex` of a flat batch from the first rows of its runs.
 
     The number of runs and the step sizes decide shapes, and ``PackedSequence`` wants its ``batch_sizes`` on
@@ -54,6 +56,7 @@ def run_index(starts: Tensor) -> RunIndex:
 
     Args:
         starts: bool ``[N]``, True on the first row of every run, row 0 among them.
+        device: of the index. Default: that of ``starts``.
 
     Raises:
         ValueError: there is no row.
@@ -68,7 +71,8 @@ def run_index(starts: Tensor) -> RunIndex:
     if rows == 0:
         raise ValueError("batch must have at least one row, got batch size [0]")
 
-    device = starts.device
+    if device is None:
+        device = starts.device
     starts = starts.cpu()
     first = starts.nonzero().squeeze(1)
     # lengths of the runs, and the number of runs longer than t for each step t
@@ -86,11 +90,11 @@ def run_index(starts: Tensor) -> RunIndex:
         row = torch.arange(rows)
         place = (batch_sizes.cumsum(0) - batch_sizes)[row - first[run]] + rank[run]
         order = torch.empty_like(place).scatter_(0, place, row)
-        order = order.to(device, non_blocking=True)
-        place = place.to(device, non_blocking=True)
+        order = upload(order, device)
+        place = upload(place, device)
 
     last = first_ranked + sorted_lengths - 1
-    return RunIndex(batch_sizes, first_ranked.to(device), last.to(device), order, place)
+    return RunIndex(batch_sizes, upload(first_ranked, device), upload(last, device), order, place)
 
 
 def call(net: nn.RNNBase, rows: Tensor | PackedSequence, states: States) -> tuple[Tensor, States]:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flatroll.layout.transfers import upload
 from flatroll.modules.backends.packing import RunIndex, States, dense, run_index
 
 
@@ -42,7 +43,7 @@ def states_before(first: Tensor, states: Tensor, widths: list[int]) -> Tensor:
     """Return the state before each packed row, ``[N, H]``: its run's state one step earlier."""
     rows = len(states)
     runs = widths[0]
-    counts = torch.tensor(widths, device=states.device)
+    counts = upload(torch.tensor(widths), states.device)
 
     # the previous row of a run is as many rows back as the previous step is wide
     back = counts[:-1].repeat_interleave(counts[1:], output_size=rows - runs)

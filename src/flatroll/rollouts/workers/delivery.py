@@ -9,6 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from flatroll.layout.tensordict_seam import nest
+from flatroll.layout.transfers import move_batch
 from flatroll.rollouts.workers.gather import Filled
 from flatroll.rollouts.workers.transport import Note, RowsElsewhere
 
@@ -21,14 +22,12 @@ class Delivery:
     Args:
         buffer: receives the batches with ``extend(batch, final=...)``; None to return them.
         storing: device of the batches; None: the CPU, where workers write them.
-        wait: whether to wait for that copy.
         stack: whether batches are ``[workers, T]``.
     """
 
-    def __init__(self, buffer: Any, storing: torch.device | None, wait: bool, stack: bool) -> None:
+    def __init__(self, buffer: Any, storing: torch.device | None, stack: bool) -> None:
         self._buffer = buffer
         self._storing = storing
-        self._wait = wait
         self._stack = stack
         #: Next observations that no row of the last batch holds, see `Collector`; None if a buffer has taken them.
         self.final: TensorDict | None = None
@@ -66,9 +65,9 @@ class Delivery:
             shape = (*steps, *shape[1:])
         batch = nest(columns, *shape)
         if self._storing is not None:
-            batch = batch.to(self._storing, non_blocking=not self._wait)
+            batch = move_batch(batch, self._storing)
             if final is not None:
-                final = final.to(self._storing, non_blocking=not self._wait)
+                final = move_batch(final, self._storing)
         self.final = final
         for _, window, _ in filled:
             window.release()

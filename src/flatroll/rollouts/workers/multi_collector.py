@@ -266,11 +266,10 @@ class MultiCollector(Facts):
         gatherer: Gatherer = (
             InStep(*given, enough=modes.preemptive_threshold) if modes.sync else InTurn(*given)
         )
-        wait = not self._jobs[0].options.get("no_cuda_sync", False)
         publish = self._publisher() if self._update else None
         self._supply = Supply(
             gatherer,
-            Delivery(self._buffer, self._storing, wait, modes.cat_results == "stack"),
+            Delivery(self._buffer, self._storing, modes.cat_results == "stack"),
             self._transport,
             interrupts,
             publish=publish,

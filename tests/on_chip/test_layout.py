@@ -1,0 +1,96 @@
+"""Layout, specs, text and export: functions of batches on a device return what they return on the CPU."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from chip_cases import Cases, Sim
+from tensordict import TensorDict
+
+from flatroll import export, layout, specs, text
+from flatroll.rollouts import rollout
+from flatroll.wrappers import as_vector_env
+
+CASES = Cases()
+
+
+def rows(device: str, steps: int = 12) -> TensorDict:
+    """Rows of a simulator on the device."""
+    env = as_vector_env(Sim(4, device))
+    return rollout(env, lambda obs: obs[:, 2].long() % 4, num_steps=steps, seed=0)
+
+
+@CASES.add("boundaries", drives="run_ends run_starts mark_cuts split_trajectories join step_mdp")
+def _(d: str) -> Any:
+    batch = rows(d)
+    padded = layout.split_trajectories(batch)
+    ends = layout.run_ends(batch), layout.run_starts(batch)
+    return ends, layout.mark_cuts(batch), padded, layout.join(padded), layout.step_mdp(batch)
+
+
+@CASES.add("reports", drives="audit describe explain timeline timeline_svg Finding")
+def _(d: str) -> Any:
+    batch = rows(d)
+    broken = batch.clone()
+    broken["is_init"][5] = True
+    broken["next", "done"][3] = ~broken["next", "done"][3]
+    texts = (
+        layout.describe(batch),
+        layout.explain(batch, 7),
+        layout.timeline(batch),
+        layout.timeline_svg(batch),
+    )
+    found = [(one.rule, one.row, one.severity) for one in layout.audit(broken)]
+    return layout.audit(batch), found, [str(one) for one in texts]
+
+
+@CASES.add("differences", drives="encode_delta decode_delta check_delta NextObservationDelta")
+def _(d: str) -> Any:
+    batch = rows(d)
+    delta = layout.encode_delta(batch["observation"], batch["next", "observation"])
+    return delta, layout.decode_delta(batch["observation"], delta)
+
+
+@CASES.add("other layouts", drives="Flat2TED TED2Flat Nested2TED TED2Nested")
+def _(d: str) -> Any:
+    batch = rows(d)
+    flat = layout.TED2Flat()(batch)
+    nested = layout.TED2Nested()(batch)
+    return flat, layout.Flat2TED()(flat), layout.Nested2TED()(nested)
+
+
+@CASES.add("files", drives="export to_numpy from_numpy to_arrow to_pandas read_h5 read_parquet")
+def _(d: str) -> Any:
+    batch = rows(d)
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("rows.h5", "rows.parquet", "rows.arrow", "rows.npz"):
+            path = Path(folder) / name
+            try:
+                export.export(batch, path)
+            except ValueError as error:
+                found.append(str(error)[:20])
+                continue
+            found.append(path.stat().st_size > 0)
+    return found, export.to_numpy(batch), len(export.to_pandas(batch)), export.to_arrow(batch).num_rows
+
+
+@CASES.add("specs", drives="Composite Bounded")
+def _(d: str) -> Any:
+    env = Sim(4, d, box=True)
+    spec = specs.as_spec(env.single_observation_space, (4,), d)
+    action = specs.as_spec(env.single_action_space, (4,), d)
+    drawn = action.rand(generator=torch.Generator(d).manual_seed(0))
+    return spec.zero(), drawn, action.is_in(drawn), action.project(drawn * 3), spec.to("cpu").zero()
+
+
+@CASES.add("divergence of policies", drives="kl_estimate KLEstimator AdaptiveKLController Sequences")
+def _(d: str) -> Any:
+    log_prob = torch.linspace(-2, -0.1, 12, device=d)
+    return [text.kl_estimate(log_prob - log_prob.flip(0), kind) for kind in ("k1", "k2", "k3")]
+
+
+@CASES.parametrized
+def test_equal(name: str) -> None:
+    CASES.check(name)

@@ -1,0 +1,257 @@
+"""Estimators, losses, updates and recurrent modules: numbers and gradients of a device equal the CPU's."""
+
+from typing import Any
+
+import pytest
+import torch
+from chip_cases import Cases, Sim
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import Tensor, nn
+
+from benchmarks.bench_gae import Data, call_of, module
+from flatroll import estimators
+from flatroll.estimators import (
+    GAE,
+    A2CLoss,
+    ClipPPOLoss,
+    DiscreteSACLoss,
+    DQNLoss,
+    HardUpdate,
+    KLPENPPOLoss,
+    PPOLoss,
+    ReinforceLoss,
+    RewardScale,
+    SACLoss,
+    SoftUpdate,
+    target_copy,
+    update_step,
+)
+from flatroll.modules import (
+    BurnIn,
+    GRUModule,
+    LinearRecurrentModule,
+    LSTMModule,
+    MinGRUModule,
+    actor,
+    critic,
+    q_network,
+    set_recurrent_mode,
+)
+from flatroll.rollouts import Collector, rollout
+from flatroll.wrappers import as_vector_env
+
+CASES = Cases()
+
+
+def collected(device: str, env: Any, policy: Any) -> TensorDict:
+    """A batch of a policy that lies on the device."""
+    batch = next(Collector(env, policy, frames_per_batch=60, seed=0))
+    return batch
+
+
+def gradients(losses: Any, *networks: nn.Module) -> Any:
+    """The losses, and the gradients of their sum."""
+    total = sum(value for key, value in losses.items() if key.startswith("loss"))
+    assert isinstance(total, Tensor)
+    total.backward()  # type: ignore[no-untyped-call]
+    given = [parameter.grad for network in networks for parameter in network.parameters()]
+    return dict(losses.items()), [grad for grad in given if grad is not None]
+
+
+for function in (
+    "generalized_advantage_estimate",
+    "td_lambda_return_estimate",
+    "td1_return_estimate",
+    "td0_return_estimate",
+    "vtrace_advantage_estimate",
+    "reward2go",
+):
+
+    @CASES.add(function, drives=function, close=True)
+    def _(d: str, function: str = function) -> Any:
+        return call_of(function, Data.of(600, 40).to(d))()
+
+
+for estimator in ("GAE", "TD0Estimator", "TD1Estimator", "TDLambdaEstimator", "VTrace"):
+
+    @CASES.add(estimator, drives=estimator, close=True)
+    def _(d: str, estimator: str = estimator) -> Any:
+        batch = Data.of(600, 40).to(d).batch()
+        found = [module(estimator)(batch.clone())]
+        if estimator != "VTrace":
+            found.append(module(estimator, shifted=True)(batch.clone()))
+        return [(one["advantage"], one["value_target"]) for one in found]
+
+
+@CASES.add("GAE of compact and hidden rows", drives="GAE RewardScale", close=True)
+def _(d: str) -> Any:
+    found = []
+    for options in ({}, {"final_obs": None}):
+        env = as_vector_env(Sim(5, d, final="absent" if options else "dense"), **options)
+        value = critic(env, hidden=(8,), device=d)
+        collector = Collector(
+            env, lambda obs: obs[:, 2].long() % 4, frames_per_batch=60, compact_obs=not options, seed=0
+        )
+        batch = next(collector)
+        scale = RewardScale(gamma=0.9).to(d)
+        scale.update(batch)
+        gae = GAE(
+            gamma=0.9,
+            lmbda=0.8,
+            value_network=value,
+            reward_scale=scale,
+            shifted=not options,
+            bootstrap_missing="current",
+        )
+        if options:
+            found.append(gae(batch)["advantage"])
+        else:
+            found.append(gae(batch, final=collector.final)["advantage"])
+    return found
+
+
+for loss_kind in (PPOLoss, ClipPPOLoss, KLPENPPOLoss, A2CLoss):
+
+    @CASES.add(loss_kind.__name__, drives=f"{loss_kind.__name__} UpdateStep update_step", close=True)
+    def _(d: str, loss_kind: Any = loss_kind) -> Any:
+        env = as_vector_env(Sim(5, d, box=loss_kind is PPOLoss))
+        policy, value = actor(env, hidden=(8,), device=d), critic(env, hidden=(8,), device=d)
+        batch = GAE(gamma=0.9, lmbda=0.8, value_network=value)(collected(d, env, policy))
+        loss = loss_kind(policy, value)
+        found = gradients(loss(batch.clone()), policy, value)
+        step = update_step(loss, torch.optim.SGD(loss.parameters(), lr=1e-3), max_grad_norm=0.5)
+        return found, dict(step(batch).items()), loss.state_dict()
+
+
+@CASES.add("ReinforceLoss", drives="ReinforceLoss reward2go", close=True)
+def _(d: str) -> Any:
+    env = as_vector_env(Sim(5, d))
+    policy = actor(env, hidden=(8,), device=d)
+    batch = collected(d, env, policy)
+    batch["advantage"] = estimators.reward2go(batch["next", "reward"], batch["next", "done"], 0.9)
+    return gradients(ReinforceLoss(policy)(batch), policy)
+
+
+@CASES.add("DQNLoss", drives="DQNLoss SoftUpdate HardUpdate target_copy q_network", close=True)
+def _(d: str) -> Any:
+    env = as_vector_env(Sim(5, d))
+    network = q_network(env, hidden=(8,), epsilon=0.1, device=d)
+    batch = rollout(env, lambda obs: obs[:, 2].long() % 4, num_steps=12, seed=0)
+    loss = DQNLoss(network, double_dqn=True).make_value_estimator(gamma=0.9)
+    found = gradients(loss(batch), network)
+    soft, hard = SoftUpdate(loss, tau=0.1), HardUpdate(loss, value_network_update_interval=1)
+    soft.step()
+    first = {key: value.clone() for key, value in loss.state_dict().items()}
+    hard.step()
+    return found, first, loss.state_dict(), [*target_copy(network).parameters()]
+
+
+@CASES.add("DiscreteSACLoss", drives="DiscreteSACLoss", close=True)
+def _(d: str) -> Any:
+    env = as_vector_env(Sim(5, d))
+    policy = actor(env, hidden=(8,), device=d)
+    values = q_network(env, hidden=(8,), device=d)
+    batch = rollout(env, lambda obs: obs[:, 2].long() % 4, num_steps=12, seed=0)
+    loss = DiscreteSACLoss(policy, values, num_actions=4, num_qvalue_nets=2).make_value_estimator(gamma=0.9)
+    return gradients(loss(batch), policy)
+
+
+@CASES.add("SACLoss", drives="SACLoss", close=True)
+def _(d: str) -> Any:
+    env = as_vector_env(Sim(5, d, box=True))
+    policy = actor(env, hidden=(8,), device=d)
+    batch = rollout(env, lambda obs: obs[:, :2].tanh(), num_steps=12, seed=0)
+    net = Joined(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))).to(d)
+    value = TensorDictModule(net, ["observation", "action"], ["state_action_value"])
+    loss = SACLoss(policy, value, num_qvalue_nets=2).make_value_estimator(gamma=0.9)
+    return gradients(loss(batch), policy)
+
+
+class Joined(nn.Module):
+    """A network of the observation and the action."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, obs: Tensor, action: Tensor) -> Tensor:
+        out: Tensor = self.net(torch.cat([obs, action], -1))
+        return out
+
+
+@CASES.add("RewardScale over batches", drives="RewardScale", close=True)
+def _(d: str) -> Any:
+    scale = RewardScale(gamma=0.9).to(d)
+    found = []
+    collector = Collector(
+        as_vector_env(Sim(5, d)),
+        lambda obs: obs[:, 2].long() % 4,
+        frames_per_batch=37,
+        total_frames=148,
+        seed=0,
+    )
+    for batch in collector:
+        scale.update(batch)
+        found.append((scale(batch)["next", "reward_scaled"], scale.statistics.mean, scale.statistics.var))
+    used = scale.open_ids.cpu() > -(2**62)
+    on_host = RewardScale(gamma=0.9)
+    on_host.load_state_dict(scale.state_dict())
+    on_host.update(batch.cpu())
+    return (
+        found,
+        scale.open_ids.cpu()[used],
+        scale.open_returns.cpu()[used],
+        on_host.statistics.mean,
+        on_host.open_ids,
+    )
+
+
+def add_recurrent() -> None:
+    """Cases of recurrent modules, with and without rows to burn in."""
+    kinds: dict[str, Any] = {
+        "GRUModule": GRUModule,
+        "LSTMModule": LSTMModule,
+        "MinGRUModule": MinGRUModule,
+        "LinearRecurrentModule": LinearRecurrentModule,
+    }
+    for name, kind in kinds.items():
+        for burn_in in (0, 2):
+            for backend in ("auto", "packed", "pad") if name == "GRUModule" else ("auto",):
+
+                @CASES.add(f"{name}, burn_in={burn_in}, {backend}", drives=name, close=True)
+                def _(d: str, kind: Any = kind, burn_in: int = burn_in, backend: str = backend) -> Any:
+                    options = {} if backend == "auto" else {"recurrent_backend": backend}
+                    net = kind(6, 8, in_key="observation", out_key="features", **options)
+                    starts = torch.rand(60, 1) < 0.15
+                    batch = TensorDict({"observation": torch.randn(60, 6), "is_init": starts}, [60])
+                    for key in kind.state_keys:
+                        batch[key] = torch.randn(60, 1, 8)
+                    net.to(d)
+                    with set_recurrent_mode(True, burn_in=burn_in):
+                        features = net(batch.to(d))["features"]
+                    features.square().sum().backward()
+                    return features, [parameter.grad for parameter in net.parameters()]
+
+
+add_recurrent()
+
+
+@CASES.add("BurnIn", drives="BurnIn")
+def _(d: str) -> Any:
+    net = GRUModule(3, 8, in_key="observation", out_key="features").to(d)
+    batch = rollout(as_vector_env(Sim(4, d)), lambda obs: obs[:, 2].long() % 4, num_steps=8, seed=0)
+    batch.update(net.make_tensordict_primer().expand(len(batch)).to(d))
+    return sorted(BurnIn([net], burn_in=2)(batch).keys(True, True), key=str)
+
+
+@CASES.parametrized
+def test_equal(name: str) -> None:
+    CASES.check(name)
+
+
+def test_networks_elsewhere_are_refused_with_both_devices() -> None:
+    env = as_vector_env(Sim(5, "chip"))
+    policy = actor(env, hidden=(8,), device="cpu")
+    with pytest.raises(RuntimeError, match=r"chip.*cpu|cpu.*chip"):
+        next(Collector(env, policy, frames_per_batch=20))
