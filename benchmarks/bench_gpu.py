@@ -1,4 +1,6 @@
-"""Benchmarks on a GPU, beside hand-written loops, cuDNN and TorchRL: ``make gpu``, ``python -m flatroll bench gpu``.
+"""Benchmarks on a GPU, beside hand-written loops, rsl_rl, cuDNN and TorchRL.
+
+``make gpu``, ``python -m flatroll bench gpu``
 
 Without a GPU everything runs at small sizes on the CPU, the Triton kernels in Triton's interpreter; this only shows
 that it works. Parts whose package is missing are skipped with a message.
@@ -20,6 +22,7 @@ import torch
 from benchmarks import bench_gae, bench_recurrent, bench_torch_path, bench_updates
 from benchmarks.bench_slices import LENGTH, SLICES, filled, micros, stream
 from benchmarks.measure.timing import ratio, table, take_turns, waited
+from benchmarks.peers import rsl_storage
 from flatroll.buffers import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
 from flatroll.modules.backends import choice, triton_scan
 
@@ -51,6 +54,23 @@ def collecting(device: str, sizes: Sizes) -> str:
     """A vector step of a torch env, of which each operation is a launch, beside the hand-written loop."""
     counted = bench_torch_path.operations(device, sizes.envs[0])
     return counted + "\n\n" + bench_torch_path.times(sizes.turns, sizes.envs, device, time.perf_counter)
+
+
+def storing(device: str, sizes: Sizes) -> str:
+    """32 steps, GAE and all rows in four minibatches, beside rsl_rl's storage and plain tensors."""
+    loops = {
+        "flatroll": rsl_storage.with_flatroll,
+        "rsl_rl": rsl_storage.with_rsl_rl,
+        "plain torch": rsl_storage.by_hand,
+    }
+    cells = []
+    for envs in sizes.envs:
+        runs: dict[str, Run] = {name: waited(make(envs, device)) for name, make in loops.items()}
+        times = take_turns(runs, sizes.turns)
+        of_others = [ratio(times["flatroll"], times[name]) for name in ("rsl_rl", "plain torch")]
+        cells.append([f"{envs:,}", *map(micros, times.values()), *(f"{one:.2f}" for one in of_others)])
+    header = ["envs", *(f"{name}, µs" for name in loops), "flatroll / rsl_rl", "flatroll / plain torch"]
+    return table(header, cells)
 
 
 def updating(device: str, sizes: Sizes) -> str:
@@ -177,6 +197,7 @@ def sampling(device: str, sizes: Sizes) -> str:
 
 PARTS: dict[str, Callable[[str, Sizes], str]] = {
     "Collecting": collecting,
+    "Rollouts and advantages": storing,
     "An update": updating,
     "Estimators": estimating,
     "Recurrent networks": recurrent,

@@ -21,7 +21,19 @@ def test_on_the_emulated_device(plugin: str) -> None:
         pytest.skip(f"this torch has no {lacking}")
 
     paths = [str(ROOT / name) for name in ("tests/support", "src", ".")]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", plugin, "-p", "no:cacheprovider", "-W", IGNORED, *FILES]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        plugin,
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        IGNORED,
+        *FILES,
+    ]
     run = subprocess.run(
         command,
         cwd=ROOT,

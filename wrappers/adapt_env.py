@@ -17,7 +17,13 @@ from gymnasium.vector import (
 )
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker
 
-from flatroll.layout.checks import as_text, check_choice, check_device, check_whole_number
+from flatroll.layout.checks import (
+    as_text,
+    check_choice,
+    check_device,
+    check_usable_device,
+    check_whole_number,
+)
 from flatroll.wrappers.agents_source import PettingZooSource, parallel_envs
 from flatroll.wrappers.envpool_source import pool_source
 from flatroll.wrappers.functional_env import FunctionalEnv, as_functional, find_family
@@ -75,6 +81,8 @@ def adapt_env(
             )
 
         if framework == "torch" and native == "numpy":
+            if where is not None:
+                where = check_usable_device("device", where)
             source = TorchView(source, where)
         elif framework not in (None, native):
             raise ValueError(

@@ -44,7 +44,7 @@ from flatroll.buffers.storages.next_pool import NextPool, check_final_covers, ne
 from flatroll.buffers.storages.storage import Links, Rows, Storage, other_capacity_error
 from flatroll.kernels.rows.spans import Spans
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.checks import check_device, check_flags, check_whole_number
+from flatroll.layout.checks import check_flags, check_usable_device, check_whole_number
 from flatroll.layout.final import Final, check_final, read_final
 from flatroll.layout.keys import NestedKey, next_key, without_next
 from flatroll.layout.transfers import upload
@@ -127,7 +127,7 @@ class ColumnStorage(Storage):
     ) -> None:
         super().__init__(max_size)
         check_flags(compact_obs=compact_obs)
-        self.device = check_device("device", device)
+        self.device = check_usable_device("device", device)
         self.ndim = check_whole_number("ndim", ndim)
         self.compact_obs = compact_obs
         self.pool: NextPool | None = None  # pool of next observations that no row holds, if compact

@@ -99,7 +99,9 @@ class NStep(Transform):
         """
         if STEPS in columns:
             raise ValueError(f"the rows have {STEPS!r}: they are n-step transitions already")
-        steps, last, rewards = self._sum_rewards(columns, ahead, get)
+        # Missing rows are replaced by the first row of the window.
+        positions = torch.where(ahead >= 0, ahead, ahead[:, :1]).flatten()
+        steps, rewards = self._sum_rewards(columns, ahead, positions, get)
 
         # Entries under "next" come from the last row of the window. A delta there refers to that row's
         # observation: adding both gives the next observation.
@@ -109,7 +111,13 @@ class NStep(Transform):
             if as_tuple(key)[:2] == DELTA:
                 deltas[key] = plain_key(as_tuple(key)[2:])
         known = [NEXT_KNOWN] if NEXT_KNOWN in columns else []
-        reached = get(last, [*moved, *known, *deltas.values()])
+        wanted = [*moved, *known, *deltas.values()]
+        if ahead.device == steps.device:
+            reached = get(ahead.gather(1, steps - 1).squeeze(1), wanted)
+        else:
+            # Only the device knows where windows end: read all their rows, and choose there instead of waiting for it.
+            at = torch.arange(0, ahead.numel(), ahead.shape[1], device=steps.device) + steps.squeeze(1) - 1
+            reached = {key: take_rows(column, at) for key, column in get(positions, wanted).items()}
 
         changed = {key: column for key, column in columns.items() if key not in deltas}
         for key, root in deltas.items():
@@ -144,20 +152,23 @@ class NStep(Transform):
         self._check_next(changed, len(steps))
         return changed
 
-    def _sum_rewards(self, columns: Columns, ahead: Tensor, get: Get) -> tuple[Tensor, Tensor, Columns]:
-        """Steps ``[N, 1]``, position ``[N]`` of the last row of each window, and the discounted sums of rewards."""
+    def _sum_rewards(
+        self, columns: Columns, ahead: Tensor, positions: Tensor, get: Get
+    ) -> tuple[Tensor, Columns]:
+        """Return the steps of each window, ``[N, 1]``, and the discounted sums of rewards.
+
+        ``positions`` are those of all rows of windows, ``[N * n]``.
+        """
         for key in self.reward_keys:
             if key not in columns:
                 raise missing_marker(key, columns)
 
         rows, n = ahead.shape
         device = columns[self.reward_keys[0]].device
-        ahead = upload(ahead, device)
-        used = ahead >= 0
+        used = upload(ahead >= 0, device)
 
-        # Read all windows at once, [N * n] rows; missing rows are replaced by the first row of the window.
+        # Read all windows at once, [N * n] rows.
         done_keys = [self.done_key] if self.done_key in columns else []
-        positions = torch.where(used, ahead, ahead[:, :1]).flatten()
         window = get(positions, [*self.reward_keys, *done_keys])
         if done_keys:
             done = window[self.done_key]
@@ -182,7 +193,7 @@ class NStep(Transform):
             shape = (-1, n, *[1] * (values.ndim - 2))
             sums[key] = torch.where(used.view(shape), values * weight.view(shape), 0.0).sum(1)
 
-        return steps, ahead.gather(1, steps - 1).squeeze(1), sums
+        return steps, sums
 
     def _check_next(self, columns: Columns, rows: int) -> None:
         """Raise ValueError unless every observation has a next one; checked once per set of entries."""

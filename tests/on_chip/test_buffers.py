@@ -3,6 +3,7 @@
 import tempfile
 from typing import Any
 
+import numpy as np
 import torch
 from chip_cases import Cases, Sim
 from tensordict import TensorDict
@@ -10,15 +11,21 @@ from torch import Tensor
 
 from flatroll.buffers import (
     Compose,
+    DiskStorage,
     ExcludeTransform,
+    H5StorageCheckpointer,
     HindsightTransform,
+    ImmutableDatasetWriter,
     LazyMemmapStorage,
     LazyStackStorage,
     LazyTensorStorage,
+    LinearScheduler,
     ListStorage,
     MultiStepTransform,
+    NestedStorageCheckpointer,
     NextObservationDelta,
     NextStateReconstructor,
+    PrioritizedReplayBuffer,
     PrioritizedSampler,
     PrioritizedSliceSampler,
     RandomCropTensorDict,
@@ -34,6 +41,8 @@ from flatroll.buffers import (
     TensorDictMaxValueWriter,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
+    TensorStorage,
+    TensorStorageCheckpointer,
     ToTensorImage,
 )
 from flatroll.rollouts import Collector, rollout
@@ -43,11 +52,15 @@ from flatroll.trees import (
     HashToInt,
     MCTSForest,
     QueryModule,
+    RandomProjectionHash,
     SipHash,
     StateCounter,
     TensorDictMap,
+    backup,
+    best_edges,
     count_states,
     first_of_state,
+    puct,
 )
 from flatroll.wrappers import NextObservationDelta as DeltaRows
 from flatroll.wrappers import as_vector_env
@@ -353,6 +366,112 @@ def _(d: str) -> Any:
     forest = MCTSForest()
     forest.extend(rows(d))
     return len(forest)
+
+
+for checkpointer in (TensorStorageCheckpointer, NestedStorageCheckpointer, H5StorageCheckpointer):
+
+    @CASES.add(checkpointer.__name__, drives=checkpointer.__name__)
+    def _(d: str, checkpointer: Any = checkpointer) -> Any:
+        def made() -> Any:
+            storage = LazyTensorStorage(100, device=d)
+            return ReplayBuffer(storage=storage, batch_size=8, checkpointer=checkpointer())
+
+        first, second = made(), made()
+        first.extend(rows(d))
+        with tempfile.TemporaryDirectory() as folder:
+            first.dumps(folder)
+            second.loads(folder)
+        return second[:]
+
+
+@CASES.add("lists and ensembles, saved", drives="ListStorageCheckpointer StorageEnsembleCheckpointer")
+def _(d: str) -> Any:
+    def made() -> tuple[Any, Any]:
+        items = ReplayBuffer(storage=ListStorage(20), batch_size=5)
+        members = [ReplayBuffer(storage=LazyTensorStorage(60, device=d), batch_size=6) for _ in range(2)]
+        return items, ReplayBufferEnsemble(*members, batch_size=12)
+
+    items, ensemble = made()
+    items.extend([TensorDict({"x": torch.full((2,), float(i), device=d)}, []) for i in range(7)])
+    for number in range(2):
+        ensemble[number].extend(rows(d))
+    others = made()
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (one, other) in enumerate(zip((items, ensemble), others, strict=True)):
+            one.dumps(f"{folder}/{number}")
+            other.loads(f"{folder}/{number}")
+    return others[0].sample(), others[1].sample()
+
+
+@CASES.add("from the device to a log on disk", drives="DiskStorage DiskStorageCheckpointer")
+def _(d: str) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        storage = DiskStorage(100, folder)
+        buffer = ReplayBuffer(storage=storage, batch_size=8)
+        buffer.extend(rows(d))
+        found = buffer[:]
+        storage.close()
+    return found
+
+
+@CASES.add("a given tensor as the storage", drives="TensorStorage ImmutableDatasetWriter TensorColumn")
+def _(d: str) -> Any:
+    buffer = ReplayBuffer(
+        storage=TensorStorage(rows(d), device=d), writer=ImmutableDatasetWriter(), batch_size=8
+    )
+    return draws(buffer)
+
+
+@CASES.add("priorities of items", drives="PrioritizedReplayBuffer LinearScheduler")
+def _(d: str) -> Any:
+    buffer = PrioritizedReplayBuffer(
+        alpha=0.7, beta=0.5, storage=LazyTensorStorage(50, device=d), batch_size=8
+    )
+    index = buffer.extend(rows(d)[:40])
+    buffer.update_priority(index, torch.arange(1.0, 41.0, device=d))
+    scheduler = LinearScheduler(buffer.sampler, "beta", 1.0, 10)
+    scheduler.step()
+    return draws(buffer)
+
+
+@CASES.add("rows of another process", drives="BufferHandle")
+def _(d: str) -> Any:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100, device=d), batch_size=8)
+    handle = buffer.handle()
+    handle.extend(rows(d))
+    return handle.sample()
+
+
+@CASES.add("step by step", drives="StepWriter")
+def _(d: str) -> Any:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(40, device=d), batch_size=8)
+    with buffer.writer_for(2, window=2) as writer:
+        for t in range(6):
+            now = np.array([10.0 + t, 20.0 + t + 9 * (t > 3)])
+            step = {"observation": now, ("next", "observation"): now + 1, ("next", "reward"): np.ones(2)}
+            writer.write({**step, ("next", "terminated"): np.array([False, t == 3])})
+        read = writer.read([1, 2], 0)
+    return buffer[:], read
+
+
+@CASES.add(
+    "hashes and scores",
+    drives="RandomProjectionHash TensorMap NodeMap DataMap Edges backup best_edges puct ucb",
+)
+def _(d: str) -> Any:
+    hashed = RandomProjectionHash(n_components=4, init_method=lambda x: x.fill_(0.5)).to(d)
+    words = hashed(torch.arange(30.0, device=d).view(3, 10))
+    count, total = torch.zeros(4, dtype=torch.int64, device=d), torch.zeros(4, device=d)
+    path = torch.tensor([2, 0], device=d)
+    backup(path, 8.0, count=count, total=total, reward=torch.tensor([1.0, 2.0], device=d), gamma=0.5)
+    parent = torch.tensor([5, 5, 4, 5], device=d)
+    score = puct(total, count, torch.full((4,), 0.25, device=d), parent.float().long())
+    forest = MCTSForest()
+    moves = {"observation": torch.tensor([0, 0], device=d), "action": torch.tensor([1, 2], device=d)}
+    forest.extend(TensorDict(moves | {"next": {"observation": torch.tensor([5, 6], device=d)}}, [2]))
+    node = forest.node_map[TensorDict({"observation": torch.tensor(0, device=d)})]["_index"]
+    known = forest.data_map[node]["next", "observation"]
+    return words.isfinite().all(), count, total, score, best_edges(score, parent), node, known
 
 
 @CASES.parametrized

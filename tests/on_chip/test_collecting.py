@@ -17,6 +17,8 @@ from flatroll.modules import GRUModule, RunningNorm, actor, critic, q_network, s
 from flatroll.rollouts import (
     Collector,
     Evaluator,
+    GroupCollector,
+    MultiSyncCollector,
     batch_spec,
     check_env_specs,
     evaluate,
@@ -27,6 +29,7 @@ from flatroll.wrappers import (
     InitTracker,
     NextObservationDelta,
     NormalizeObservation,
+    PettingZooSource,
     RewardSum,
     StepCounter,
     TrajId,
@@ -34,6 +37,7 @@ from flatroll.wrappers import (
 )
 from flatroll.wrappers.testing import (
     Script,
+    ScriptedGame,
     ScriptedRslEnv,
     ScriptedTorchEnv,
     ScriptedVectorEnv,
@@ -399,6 +403,25 @@ def _(d: str) -> Any:
     found = batches(collector)
     collector.shutdown()
     return found
+
+
+@CASES.add("groups of agents", drives="GroupCollector PettingZooSource ScriptedGame", close=True)
+def _(d: str) -> Any:
+    groups = PettingZooSource.groups(ScriptedGame(), {"front": ["a0"], "rear": ["a1", "a2"]})
+    return GroupCollector(groups, steps_per_batch=4, seed=0).rollout()
+
+
+def make_cartpole() -> Any:
+    """An env of a worker process."""
+    return gym.make("CartPole-v1")
+
+
+@CASES.add("workers, storing on the device", drives="MultiSyncCollector MultiCollector")
+def _(d: str) -> Any:
+    options: dict[str, Any] = {"num_workers": 2, "frames_per_batch": 6, "total_frames": 6, "seed": 0}
+    with MultiSyncCollector(make_cartpole, storing_device=d, **options) as collector:
+        batch = next(collector)
+        return batch.batch_size, str(batch["observation"].device.type == torch.device(d).type)
 
 
 @CASES.parametrized

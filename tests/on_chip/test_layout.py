@@ -91,6 +91,26 @@ def _(d: str) -> Any:
     return [text.kl_estimate(log_prob - log_prob.flip(0), kind) for kind in ("k1", "k2", "k3")]
 
 
+@CASES.add("runs in groups", drives="H5Split H5Combine agents_of")
+def _(d: str) -> Any:
+    split = layout.H5Split()(layout.TED2Nested()(rows(d)))
+    steps = {"agent": [0, 0, 1, 2, 0], "game_step": [7, 8, 7, 8, 9], "num_agents": [2, 2, 2, 2, 2]}
+    games = TensorDict(
+        {"collector": {key: torch.tensor(value, device=d) for key, value in steps.items()}}, [5]
+    )
+    return split["traj_00"], layout.Nested2TED()(layout.H5Combine()(split)), layout.agents_of(games)
+
+
+@CASES.add("tokens", drives="Sequences RewardData PairwiseDataset AdaptiveKLController ConstantKLController")
+def _(d: str) -> Any:
+    table = text.Sequences()
+    table.add(torch.tensor([5, 6, 7, 8, 9], device=d), lengths=torch.tensor([3, 2], device=d))
+    ids = torch.arange(8, device=d).view(2, 4)
+    data = text.RewardData(input_ids=ids, attention_mask=torch.ones_like(ids), batch_size=[2])
+    pairs = text.PairwiseDataset(chosen_data=data, rejected_data=data, batch_size=[2])
+    return table[0], table.padded(torch.tensor([1, 0], device=d)), pairs.chosen_data.input_ids
+
+
 @CASES.parametrized
 def test_equal(name: str) -> None:
     CASES.check(name)

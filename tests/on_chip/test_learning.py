@@ -24,15 +24,21 @@ from flatroll.estimators import (
     RewardScale,
     SACLoss,
     SoftUpdate,
+    critic_ensemble,
     target_copy,
     update_step,
 )
 from flatroll.modules import (
+    GRU,
+    LSTM,
     BurnIn,
+    GRUCell,
     GRUModule,
     LinearRecurrentModule,
+    LSTMCell,
     LSTMModule,
     MinGRUModule,
+    TensorDictPrimer,
     actor,
     critic,
     q_network,
@@ -243,6 +249,32 @@ def _(d: str) -> Any:
     batch = rollout(as_vector_env(Sim(4, d)), lambda obs: obs[:, 2].long() % 4, num_steps=8, seed=0)
     batch.update(net.make_tensordict_primer().expand(len(batch)).to(d))
     return sorted(BurnIn([net], burn_in=2)(batch).keys(True, True), key=str)
+
+
+@CASES.add("networks", drives="GRU LSTM GRUCell LSTMCell TensorDictPrimer", close=True)
+def _(d: str) -> Any:
+    found: list[Any] = []
+    for network, cell in ((GRU(3, 8), GRUCell(3, 8)), (LSTM(3, 8), LSTMCell(3, 8))):
+        out, state = network.to(d)(torch.ones(2, 5, 3, device=d))
+        begins = torch.tensor([True, False], device=d)
+        before = torch.ones(2, 8, device=d)
+        states = before if isinstance(cell, GRUCell) else (before, before)
+        found += [out, state, cell.to(d)(torch.ones(2, 3, device=d), states, begins)]
+    primer = TensorDictPrimer({"recurrent_state": torch.zeros(1, 8)})
+    return found, primer.expand(3, device=d)
+
+
+@CASES.add(
+    "critic_ensemble and other estimates", drives="critic_ensemble ValueEstimators LossModule", close=True
+)
+def _(d: str) -> Any:
+    value = TensorDictModule(nn.Linear(3, 1), ["observation"], ["state_action_value"]).to(d)
+    first, second = critic_ensemble(value)
+    batch = rollout(as_vector_env(Sim(4, d)), lambda obs: obs[:, 2].long() % 4, num_steps=8, seed=0)
+    data = Data.of(600, 40).to(d)
+    after = (data.next_value, data.reward, data.done, data.terminated)
+    td = estimators.td_lambda_advantage_estimate(0.9, 0.8, data.value, *after)
+    return first(batch.clone())["state_action_value"], second(batch)["state_action_value"].shape, td
 
 
 @CASES.parametrized

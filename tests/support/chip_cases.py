@@ -1,7 +1,7 @@
 """Cases that run on the CPU and on the emulated device, and must give the same values."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import chip
 import numpy as np
@@ -21,9 +21,13 @@ class Cases:
 
     Attributes:
         drives: the public names that each case uses.
+        made: the cases of all files of this process.
     """
 
+    made: ClassVar[list["Cases"]] = []
+
     def __init__(self) -> None:
+        self.made.append(self)
         self.runs: dict[str, tuple[Run, bool]] = {}
         self.drives: dict[str, str] = {}
 

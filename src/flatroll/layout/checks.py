@@ -469,6 +469,22 @@ def check_device(name: str, value: object) -> torch.device:
     raise ValueError(_text(name, "be a torch device such as 'cpu' or 'cuda:0'", as_text(value)))
 
 
+def check_usable_device(name: str, value: object) -> torch.device:
+    """Return a device, with its number, after checking that torch can use it here.
+
+    Raises:
+        ValueError: the argument is no device, or torch cannot use it.
+
+    >>> check_usable_device("device", "cpu")
+    device(type='cpu')
+    """
+    wanted = check_device(name, value)
+    try:
+        return torch.empty(0, device=wanted).device
+    except (AssertionError, RuntimeError) as error:  # torch was not compiled for it; no such device
+        raise ValueError(f"{name}={str(wanted)!r} cannot be used here: {error}") from error
+
+
 def check_path(name: str, value: object) -> Path:
     """Return a path after checking that the argument is a string or a path.
 

@@ -26,6 +26,7 @@ from flatroll.layout.keys import (
     plain_key,
 )
 from flatroll.layout.trajectories import nested_values
+from flatroll.layout.transfers import upload
 
 _ROWS_AT_ONCE = 8192  # compared in one step: bounds the memory that a comparison takes
 
@@ -638,7 +639,8 @@ class H5Combine:
             if parts[0].ndim == 0:
                 combined.set(key, torch.stack(parts))
                 continue
-            offsets = _offsets(torch.tensor([len(part) for part in parts]))
+            lengths = torch.tensor([len(part) for part in parts])
+            offsets = upload(_offsets(lengths), parts[0].device)
             combined.set(key, torch.nested.nested_tensor_from_jagged(torch.cat(parts), offsets))
         return combined
 

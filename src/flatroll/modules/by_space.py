@@ -26,13 +26,13 @@ from typing_extensions import override
 
 from flatroll.layout.checks import (
     check_choice,
-    check_device,
     check_flags,
     check_keys,
     check_number,
     check_options,
     check_sizes,
     check_type,
+    check_usable_device,
     check_whole_number,
 )
 from flatroll.layout.column_actor import Columns
@@ -611,7 +611,7 @@ def _find_masks(
 def _on_device(network: N, device: torch.device | str | None) -> N:
     if device is None:
         return network
-    return network.to(check_device("device", device))
+    return network.to(check_usable_device("device", device))
 
 
 def _env_spaces(env: SpacedEnv) -> tuple[Any, Any]:

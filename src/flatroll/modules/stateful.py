@@ -346,6 +346,12 @@ class StatefulModule(TensorDictModuleBase):
             shown = f"{expected} ({meaning.format(*tail)})"
             raise ValueError(f"batch[{key!r}] must have shape {shown}, got {tuple(value.shape)}")
 
+        if value.device != self.weight.device:
+            raise ValueError(
+                f"batch[{key!r}] is on {value.device}, the weights are on {self.weight.device}: move one of them with "
+                ".to(...)"
+            )
+
         dtype = self.weight.dtype
         if value.dtype != dtype and not torch.is_autocast_enabled(value.device.type):
             or_module = ""

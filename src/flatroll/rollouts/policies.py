@@ -105,7 +105,7 @@ def as_function_of_obs(
         except RuntimeError as error:
             seen: list[Tensor] = []
             map_tree(seen.append, obs)
-            _note_dtype(error, policy, seen)
+            _note_input(error, policy, seen)
             raise
 
         if action is None or (one_action and isinstance(action, (tuple, dict, TensorDictBase))):
@@ -204,7 +204,7 @@ class ModulePolicy:
             out = call_policy(self._policy, data)
         except RuntimeError as error:
             leaves: Any = data.values(True, True)
-            _note_dtype(error, self._policy, leaves)
+            _note_input(error, self._policy, leaves)
             raise
 
         if not isinstance(out, TensorDictBase):
@@ -266,7 +266,7 @@ class ModulePolicy:
         try:
             acted = actor(made)
         except RuntimeError as error:
-            _note_dtype(error, self._policy, columns.values())
+            _note_input(error, self._policy, columns.values())
             raise
 
         assert self._written is not None  # by the first call, which was not of the parts
@@ -367,13 +367,21 @@ def refuse_memory(policy: object, where: str, way_out: str) -> None:
         )
 
 
-def _note_dtype(error: RuntimeError, policy: object, observations: Iterable[Tensor]) -> None:
-    """Add a note to a policy's error if the observations are float64 and its parameters are not."""
-    parameters = policy.parameters() if isinstance(policy, nn.Module) else ()
+def _note_input(error: RuntimeError, policy: object, observations: Iterable[Tensor]) -> None:
+    """Add a note to a policy's error if its parameters have another device or dtype than the observations."""
+    parameters = list(policy.parameters()) if isinstance(policy, nn.Module) else []
+    seen = list(observations)
+
+    places = {str(one.device) for one in parameters}
+    if parameters and seen and places != {str(leaf.device) for leaf in seen}:
+        error.add_note(
+            f"the policy's parameters are on {', '.join(sorted(places))}, its input is on {seen[0].device}: move the "
+            "policy with .to(...), or pass policy_device=..., to which the input is copied in each step"
+        )
+
     if any(one.dtype is torch.float64 for one in parameters):
         return
-
-    if any(leaf.dtype is torch.float64 for leaf in observations):
+    if any(leaf.dtype is torch.float64 for leaf in seen):
         error.add_note(
             "the env gives float64 observations, as MuJoCo's do: if the error is about dtypes, cast them with "
             "obs_dtype=torch.float32 of Collector and rollout, or with as_vector_env(env, dtype=torch.float32) inside "

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+import torch
 from tensordict import TensorDictBase
 from typing_extensions import override
 
@@ -78,6 +79,7 @@ def audit(batch: TensorDictBase, *, keys: Sequence[NestedKey] | None = None, lim
     | rule                    | what must hold |
     |---|---|
     | ``batch_size``          | the batch is ``[N]`` |
+    | ``device``              | all entries are on one device |
     | ``shape``, ``dtype``    | markers are as the contract has them, next observations like their roots |
     | ``markers``             | one of ``is_init``, ``("next", "done")``, trajectory ids is there |
     | ``done``                | terminated and truncated rows are done |
@@ -128,6 +130,15 @@ def audit(batch: TensorDictBase, *, keys: Sequence[NestedKey] | None = None, lim
         return Findings([Finding(WHOLE_BATCH, "batch_size", text)])
     if batch.shape[0] == 0:
         return Findings()
+
+    places: dict[torch.device, NestedKey] = {}  # devices, each with an entry that is there
+    for key, column in batch.items(True, True):
+        if isinstance(column, torch.Tensor):
+            places.setdefault(column.device, key)
+    if len(places) > 1:
+        where = ", ".join(f"{key!r} on {device}" for device, key in places.items())
+        text = f"the entries must be on one device, got {where}: move the batch, batch.to(...)"
+        return Findings([Finding(WHOLE_BATCH, "device", text)])
 
     observations = observation_keys(batch) if named is None else named
     unpadded = rules.UnpaddedRows(batch, observations)
