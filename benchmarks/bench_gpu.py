@@ -70,7 +70,7 @@ def storing(device: str, sizes: Sizes) -> str:
         of_others = [ratio(times["flatroll"], times[name]) for name in ("rsl_rl", "plain torch")]
         cells.append([f"{envs:,}", *map(micros, times.values()), *(f"{one:.2f}" for one in of_others)])
     header = ["envs", *(f"{name}, µs" for name in loops), "flatroll / rsl_rl", "flatroll / plain torch"]
-    return table(header, cells)
+    return f"{bench_torch_path.STEPS} steps of each env\n\n" + table(header, cells)
 
 
 def updating(device: str, sizes: Sizes) -> str:

@@ -21,9 +21,9 @@ from flatroll.wrappers import InitTracker, RewardSum, StepCounter, TrajId
 from flatroll.wrappers.testing import Script, ScriptedTorchEnv
 
 #: Of these a process has one at most besides the CPU; tests/test_on_chip.py runs "chip" in one of its own.
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+DEVICES: list[Any] = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 if chip.installed():
-    DEVICES = ["cpu", chip.NAME]
+    DEVICES = [chip.NAME]
 #: Products on a GPU may be rounded otherwise than on the CPU.
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
 

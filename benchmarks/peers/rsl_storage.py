@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
+from torch.distributions import Normal
 
 from benchmarks.bench_torch_path import ACTION, OBSERVATION, STEPS, Simulator
 from flatroll.estimators import GAE
@@ -41,7 +42,7 @@ class Policy:
     def __call__(self, obs: Tensor) -> tuple[Tensor, ...]:
         """Action, its log-probability, mean, deviation and value."""
         mean = self.mean(obs)
-        policy = torch.distributions.Normal(mean, self.scale.expand_as(mean), validate_args=False)
+        policy: Any = Normal(mean, self.scale.expand_as(mean), validate_args=False)
         action = policy.sample()
         return action, policy.log_prob(action).sum(-1), mean, policy.stddev, self.value(obs)
 

@@ -525,7 +525,7 @@ class StepWriter:
         tail = self._tail(names)
         at = torch.from_numpy(rows)
         taken = tail.take(at)
-        device = getattr(self.buffer.storage, "device", "cpu")
+        device = torch.device(getattr(self.buffer.storage, "device", "cpu"))
 
         columns = {}
         for key, column in tail.columns.items():

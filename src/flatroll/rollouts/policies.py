@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from threading import RLock
-from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar, cast
 
 import torch
 from gymnasium import spaces
@@ -243,22 +243,21 @@ class ModulePolicy:
         self, action: Tensor | TensorDictBase, written: Columns
     ) -> tuple[Tensor | TensorDictBase, Columns]:
         """Return the action and the other columns on the env's device; a device is waited for once."""
+        parts: Columns = {ACTION: cast(Tensor, action)}
         if isinstance(action, TensorDictBase):
-            parts = {(ACTION, *as_tuple(key)): part for key, part in action.items(True, True)}
-        else:
-            parts = {(ACTION,): action}
+            parts = dict(action.items(True, True))
 
         home = self._devices.env
-        columns = {**written, **parts}
-        if all(column.device == home for column in columns.values()):
+        leaves = [*written.values(), *parts.values()]
+        if all(leaf.device == home for leaf in leaves):
             return action, written
 
-        moved = _copy_to(home, list(columns.values()))
-        columns = dict(zip(columns, moved, strict=True))
-        written = {key: columns[key] for key in written}
+        moved = iter(_copy_to(home, leaves))
+        written = {key: next(moved) for key in written}
+        parts = {key: next(moved) for key in parts}
         if isinstance(action, TensorDictBase):
-            return nest({key[1:]: columns[key] for key in parts}, *action.batch_size), written
-        return columns[ACTION,], written
+            return nest(parts, *action.batch_size), written
+        return parts[ACTION], written
 
     def _call_parts(self, actor: ColumnActor, columns: Columns) -> tuple[Any, Columns] | None:
         """Do the same with the parts of the policy; None if it must be called as it is."""

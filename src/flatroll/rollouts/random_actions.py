@@ -101,7 +101,8 @@ class RandomActions:
         self.space = space
         self.num_envs = num_envs
         self._device = device
-        place = "cpu" if device.type == "mps" else device  # Metal has no float64
+        # Metal has no float64, which draws take, and "meta" no generator.
+        place = "cpu" if device.type in ("mps", "meta") else device
         self.generator = torch.Generator(device=place)
         if seed is None:
             seed = int(torch.randint(2**62, ()).item())
