@@ -433,6 +433,7 @@ def _over_stream(
     network = inputs.network
 
     valid = None
+    lacking = None
     count = at.ends.numel()
     first = 0
     known = []
@@ -444,8 +445,13 @@ def _over_stream(
         if observations.final or observations.nowhere:  # otherwise no sync is needed
             _check_known(inputs, observations, true_indices(at.bootstrapped & valid))
     else:
-        after = true_indices(at.bootstrapped)
-        _check_known(inputs, observations, after)
+        if _final_tells(observations):
+            assert observations.final_row is not None
+            after = observations.final_row
+            lacking = at.bootstrapped.reshape(-1).index_fill(0, after, False)
+        else:
+            after = true_indices(at.bootstrapped)
+            _check_known(inputs, observations, after)
         if network is not None and network.recurrent:
             stream = Interleaved.behind(after, count)
         else:
@@ -464,6 +470,12 @@ def _over_stream(
     now = now.reshape(shape)
     next_value = next_value.reshape(shape)
 
+    if (
+        lacking is not None
+    ):  # instead of the error of `_check_known`, for which the device would be waited for
+        next_value = torch.where(
+            broadcast_like(lacking.view(at.ends.shape), next_value), torch.nan, next_value
+        )
     if valid is not None:  # a row without a place has the value of another row
         now = torch.where(broadcast_like(valid, now), now, 0.0)
     if value is not None:
@@ -587,6 +599,17 @@ def next_observations(
             columns[key] = start & ~chosen.unsqueeze(-1)
 
     return columns
+
+
+def _final_tells(observations: Observations) -> bool:
+    """Return whether ``final`` on a device tells which rows need a place behind the stream, without waiting.
+
+    It also has a place for rows that terminate, whose values are not used.
+    """
+    row = observations.final_row
+    if row is None or row.device.type == "cpu" or is_tracing():
+        return False
+    return observations.unknown is None and not observations.nowhere
 
 
 def _check_known(inputs: ValueInputs, observations: Observations, rows: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import gymnasium as gym
 import pytest
 import torch
 from chip_cases import Cases, Sim
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.bench_gae import Data, call_of, module
 from flatroll import estimators
+from flatroll.buffers import LazyTensorStorage
 from flatroll.estimators import (
     GAE,
     A2CLoss,
@@ -28,6 +30,7 @@ from flatroll.estimators import (
     target_copy,
     update_step,
 )
+from flatroll.layout import audit
 from flatroll.modules import (
     GRU,
     LSTM,
@@ -277,13 +280,79 @@ def _(d: str) -> Any:
     return first(batch.clone())["state_action_value"], second(batch)["state_action_value"].shape, td
 
 
+@CASES.add("recurrent values of a compact batch", drives="GAE", close=True)
+def _(d: str) -> Any:
+    env = as_vector_env(Sim(5, d))
+    policy = actor(env, hidden=(8,), recurrent="gru", device=d)
+    value = critic(env, hidden=(8,), recurrent="gru", device=d)
+    collector = Collector(env, policy, frames_per_batch=60, compact_obs=True, seed=0)
+    batch = next(collector)
+    gae = GAE(gamma=0.9, lmbda=0.8, value_network=value, shifted=True)
+    return gae(batch, final=collector.final)["advantage"]
+
+
 @CASES.parametrized
 def test_equal(name: str) -> None:
     CASES.check(name)
 
 
+def test_a_final_that_lacks_a_row_gives_nan_on_a_device() -> None:
+    """On the CPU it is an error, for which a device would be waited for."""
+
+    def estimate(device: str) -> Any:
+        env = as_vector_env(Sim(5, device), final_obs="final_obs")
+        value = critic(env, hidden=(8,), device=device)
+        collector = Collector(
+            env, lambda obs: obs[:, 2].long() % 4, frames_per_batch=60, compact_obs=True, seed=0
+        )
+        batch = next(collector)
+        done = batch["next", "terminated"].squeeze(-1)[collector.final["row"]]
+        kept = collector.final[~done][1:]
+        gae = GAE(gamma=0.9, lmbda=0.8, value_network=value, shifted=True)
+        return gae(batch, final=kept)["value_target"].isnan()
+
+    with pytest.raises(ValueError, match="final has no next observation"):
+        estimate("cpu")
+    lost = estimate("chip")
+    assert lost.any() and not lost.all()
+
+
 def test_networks_elsewhere_are_refused_with_both_devices() -> None:
     env = as_vector_env(Sim(5, "chip"))
     policy = actor(env, hidden=(8,), device="cpu")
-    with pytest.raises(RuntimeError, match=r"chip.*cpu|cpu.*chip"):
+    with pytest.raises(RuntimeError, match=r"chip.*cpu|cpu.*chip") as caught:
         next(Collector(env, policy, frames_per_batch=20))
+    assert "parameters are on cpu, its input is on chip:0" in str(caught.value.__notes__)
+
+    net = GRUModule(3, 8, in_key="observation", out_key="features")
+    batch = rollout(env, lambda obs: obs[:, 2].long() % 4, num_steps=4, seed=0)
+    with pytest.raises(ValueError, match="is on chip:0, the weights are on cpu"):
+        net(batch)
+
+
+def test_a_batch_on_two_devices_is_found() -> None:
+    batch = rollout(as_vector_env(Sim(4, "chip")), lambda obs: obs[:, 2].long() % 4, num_steps=4, seed=0)
+    batch["next", "done"] = batch["next", "done"].cpu()
+    (finding,) = audit(batch)
+    assert finding.rule == "device" and "on cpu" in finding.text and "on chip:0" in finding.text
+
+
+def test_a_device_that_torch_cannot_use_is_refused_by_name() -> None:
+    cartpole = gym.make_vec("CartPole-v1", num_envs=2)
+    calls = [
+        lambda: LazyTensorStorage(10, device="cuda"),
+        lambda: actor(cartpole, device="cuda"),
+        lambda: as_vector_env(cartpole, framework="torch", device="cuda"),
+        lambda: Collector(cartpole, None, frames_per_batch=4, storing_device="cuda"),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="device='cuda' cannot be used here"):
+            call()
+
+
+def test_an_env_on_another_device_names_both() -> None:
+    env = as_vector_env(Sim(4, "cpu"), device="chip")
+    with pytest.raises(ValueError, match="'chip' was expected, but Sim returns tensors on 'cpu'"):
+        env.reset(seed=0)
+    with pytest.raises(ValueError, match="env_device='chip', but the env's arrays are on cpu"):
+        Collector(as_vector_env(Sim(4, "cpu")), None, frames_per_batch=4, env_device="chip")

@@ -14,6 +14,7 @@ FREE = {
     "… with `no_cuda_sync=True`",
     "`GAE`",
     "… and `shifted_budget=…`",
+    "… of a compact batch",
     "`VTrace`",
     "`update_step`, `step.epochs`",
     "`DQNLoss`, backward, `SoftUpdate`",
