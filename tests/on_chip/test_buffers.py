@@ -13,6 +13,7 @@ from flatroll.buffers import (
     Compose,
     DiskStorage,
     ExcludeTransform,
+    FlatStorageCheckpointer,
     H5StorageCheckpointer,
     HindsightTransform,
     ImmutableDatasetWriter,
@@ -21,6 +22,7 @@ from flatroll.buffers import (
     LazyTensorStorage,
     LinearScheduler,
     ListStorage,
+    MultiStep,
     MultiStepTransform,
     NestedStorageCheckpointer,
     NextObservationDelta,
@@ -199,7 +201,7 @@ def _(d: str) -> Any:
         return draws(buffer)
 
 
-@CASES.add("saved and loaded", drives="ReplayBuffer FlatStorageCheckpointer")
+@CASES.add("saved and loaded", drives="ReplayBuffer")
 def _(d: str) -> Any:
     def made() -> Any:
         return ReplayBuffer(
@@ -228,7 +230,7 @@ def _(d: str) -> Any:
             batch_size=20,
         )
         found.append(draws(filled(d, buffer, compact=compact)))
-    return found
+    return found, MultiStep(gamma=0.9, n_steps=3)(rows(d))
 
 
 @CASES.add("hindsight goals", drives="HindsightTransform")
@@ -368,7 +370,12 @@ def _(d: str) -> Any:
     return len(forest)
 
 
-for checkpointer in (TensorStorageCheckpointer, NestedStorageCheckpointer, H5StorageCheckpointer):
+for checkpointer in (
+    FlatStorageCheckpointer,
+    TensorStorageCheckpointer,
+    NestedStorageCheckpointer,
+    H5StorageCheckpointer,
+):
 
     @CASES.add(checkpointer.__name__, drives=checkpointer.__name__)
     def _(d: str, checkpointer: Any = checkpointer) -> Any:

@@ -8,17 +8,32 @@ import pytest
 import torch
 from chip_cases import Cases, Sim
 from gymnasium import spaces
-from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+from tensordict.nn import (
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    TensorDictSequential,
+)
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer
-from flatroll.modules import GRUModule, RunningNorm, actor, critic, q_network, set_epsilon, update_norms
+from flatroll.modules import (
+    CombinedCategorical,
+    GRUModule,
+    RunningNorm,
+    actor,
+    critic,
+    q_network,
+    set_epsilon,
+    update_norms,
+)
 from flatroll.rollouts import (
     Collector,
     Evaluator,
     GroupCollector,
     MultiSyncCollector,
+    RandomPolicy,
     batch_spec,
     check_env_specs,
     evaluate,
@@ -30,6 +45,7 @@ from flatroll.wrappers import (
     NextObservationDelta,
     NormalizeObservation,
     PettingZooSource,
+    RecurrentPrimer,
     RewardSum,
     StepCounter,
     TrajId,
@@ -94,14 +110,14 @@ def add_modes(mode: str) -> None:
             )
         )
 
-    @CASES.add(f"dicts, compact, {mode}", drives="Collector CompactObs")
+    @CASES.add(f"dicts, compact, {mode}", drives="Collector")
     def _(d: str) -> Any:
         env = RewardSum(StepCounter(as_vector_env(Sim(5, d, mode, "dict"))))
         return batches(
             Collector(env, linear(d), frames_per_batch=37, total_frames=111, compact_obs=True, seed=0)
         )
 
-    @CASES.add(f"rollout and random actions, {mode}", drives="rollout RandomPolicy")
+    @CASES.add(f"rollout and random actions, {mode}", drives="rollout")
     def _(d: str) -> Any:
         rows = rollout(as_vector_env(Sim(5, d, mode)), linear(d), num_steps=12, seed=0)
         collector = Collector(as_vector_env(Sim(5, d, mode)), frames_per_batch=40, total_frames=40, seed=0)
@@ -150,7 +166,7 @@ def add_modes(mode: str) -> None:
             for e in (env, hiding)
         ]
 
-    @CASES.add(f"recurrent, {mode}", drives="actor critic RecurrentPrimer", close=True)
+    @CASES.add(f"recurrent, {mode}", drives="actor critic", close=True)
     def _(d: str) -> Any:
         env = as_vector_env(Sim(5, d, mode))
         policy = actor(env, recurrent="gru" if mode == "SameStep" else "lstm", hidden=(8,), device="cpu").to(
@@ -201,7 +217,7 @@ def _(d: str) -> Any:
     return batches(Collector(env, act, frames_per_batch=40, total_frames=80, seed=0))
 
 
-@CASES.add("wrappers by hand", drives="CompactObs NormalizeObservation RecurrentPrimer")
+@CASES.add("wrappers by hand", drives="CompactObs NormalizeObservation")
 def _(d: str) -> Any:
     found = []
     for wrap in (CompactObs, NormalizeObservation):
@@ -286,7 +302,7 @@ def _(d: str) -> Any:
     return [batches(Collector(env, policy, **options)) for policy in policies]
 
 
-@CASES.add("joint choices", drives="JointCategorical JointBernoulli CombinedCategorical actor", close=True)
+@CASES.add("joint choices", drives="JointCategorical JointBernoulli actor", close=True)
 def _(d: str) -> Any:
     found = []
     for action in (spaces.MultiDiscrete([2, 3]), spaces.MultiBinary(3), spaces.Discrete(3, start=2)):
@@ -403,6 +419,30 @@ def _(d: str) -> Any:
     found = batches(collector)
     collector.shutdown()
     return found
+
+
+@CASES.add("choices that are masked in combination", drives="CombinedCategorical", close=True)
+def _(d: str) -> Any:
+    dist = CombinedCategorical(torch.linspace(-1, 1, 12, device=d).view(2, 6), nvec=(2, 3))
+    drawn = dist.sample()
+    return dist.mode, drawn, dist.log_prob(drawn), dist.entropy()
+
+
+@CASES.add("a policy of random actions", drives="RandomPolicy")
+def _(d: str) -> Any:
+    env = as_vector_env(Sim(5, d))
+    policy = RandomPolicy(env.single_action_space)
+    return batches(Collector(env, policy, frames_per_batch=40, total_frames=40, seed=0))
+
+
+@CASES.add("states that the env's wrapper declares", drives="RecurrentPrimer", close=True)
+def _(d: str) -> Any:
+    gru = GRUModule(3, 8, in_key="observation", out_key="features")
+    logits = TensorDictModule(nn.Linear(8, 4), ["features"], ["logits"])
+    choose = TensorDictModule(lambda x: x.argmax(-1), ["logits"], ["action"])
+    policy = TensorDictSequential(gru, logits, choose).to(d)
+    env = RecurrentPrimer(as_vector_env(Sim(5, d)), policy)
+    return batches(Collector(env, policy, frames_per_batch=40, total_frames=40, seed=0))
 
 
 @CASES.add("groups of agents", drives="GroupCollector PettingZooSource ScriptedGame", close=True)

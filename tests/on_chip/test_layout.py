@@ -85,7 +85,7 @@ def _(d: str) -> Any:
     return spec.zero(), drawn, action.is_in(drawn), action.project(drawn * 3), spec.to("cpu").zero()
 
 
-@CASES.add("divergence of policies", drives="kl_estimate KLEstimator AdaptiveKLController Sequences")
+@CASES.add("divergence of policies", drives="kl_estimate KLEstimator")
 def _(d: str) -> Any:
     log_prob = torch.linspace(-2, -0.1, 12, device=d)
     return [text.kl_estimate(log_prob - log_prob.flip(0), kind) for kind in ("k1", "k2", "k3")]
@@ -101,7 +101,7 @@ def _(d: str) -> Any:
     return split["traj_00"], layout.Nested2TED()(layout.H5Combine()(split)), layout.agents_of(games)
 
 
-@CASES.add("tokens", drives="Sequences RewardData PairwiseDataset AdaptiveKLController ConstantKLController")
+@CASES.add("tokens", drives="Sequences RewardData PairwiseDataset")
 def _(d: str) -> Any:
     table = text.Sequences()
     table.add(torch.tensor([5, 6, 7, 8, 9], device=d), lengths=torch.tensor([3, 2], device=d))

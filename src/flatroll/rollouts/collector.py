@@ -554,8 +554,8 @@ class Collector(Facts):
         storing = self._devices.storing
         if storing is not None:
             # Only the caller can read a batch later than it comes.
-            steps = self._split_trajs, self._postproc, self._post_hook, self._buffer
-            read_here = any(step not in (None, False) for step in steps)
+            readers = self._postproc, self._post_hook, self._buffer
+            read_here = self._split_trajs or any(reader is not None for reader in readers)
             wait = self._devices.blocking or read_here
             if final is not None:
                 final = move_batch(final, storing, wait=wait)

@@ -116,9 +116,8 @@ class RandomActions:
         self._steps: list[Any] = []
         self._used = _CHUNK
         self._ignored: set[tuple[int, ...]] = set()  # shapes of masks that do not fit, named in a warning
-        self._firsts: dict[
-            int, torch.Tensor
-        ] = {}  # the first options of parts of the space, by id of the part
+        # The first options of parts of the space on the generator's device, by the id of the part.
+        self._firsts: dict[int, torch.Tensor] = {}
 
     def seed(self, seed: int) -> None:
         """Restart the draws from this seed."""
