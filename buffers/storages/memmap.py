@@ -30,7 +30,7 @@ from flatroll.buffers.storages.column_storage import ColumnStorage
 from flatroll.buffers.storages.free_space import check_disk, check_memory, free_memory, refusal, shown_size
 from flatroll.buffers.storages.next_pool import NextPool
 from flatroll.buffers.storages.tensors import Encodings
-from flatroll.layout.checks import check_flags, check_path, check_type
+from flatroll.layout.checks import check_device, check_flags, check_path, check_type
 from flatroll.layout.keys import NestedKey, as_tuple
 
 #: Errors of reserving space: the disk is full, or the file system cannot reserve.
@@ -97,18 +97,17 @@ class LazyMemmapStorage(ColumnStorage):
         auto_cleanup: bool | None = None,
         compilable: bool = False,
     ) -> None:
+        if check_device("device", device).type != "cpu":
+            raise ValueError(
+                f"device must be 'cpu' for files, got {str(device)!r}: move samples with transform=lambda td: "
+                f"td.to({str(device)!r}), or use LazyTensorStorage(device={str(device)!r})"
+            )
         super().__init__(max_size, device=device, ndim=ndim, compact_obs=compact_obs)
         check_flags(existsok=existsok, compilable=compilable)
         if auto_cleanup is not None:
             check_flags(auto_cleanup=auto_cleanup)
         if codec is not None:
             check_type("codec", codec, Mapping, "a dict or None")
-        if self.device.type != "cpu":
-            raise ValueError(
-                f"device must be 'cpu' for files, got {str(device)!r}: move samples with transform=lambda td: "
-                f"td.to({str(device)!r}), or use LazyTensorStorage(device={str(device)!r})"
-            )
-
         if codec:
             raise ValueError(
                 f"codec={dict(codec)!r} is not supported for files: use LazyTensorStorage(codec=...), whose "

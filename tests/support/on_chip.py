@@ -2,4 +2,7 @@
 
 import chip
 
-chip.install()
+
+def pytest_load_initial_conftests() -> None:
+    """Not while this file is imported, as the collection of doctests does."""
+    chip.install()

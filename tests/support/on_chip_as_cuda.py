@@ -2,5 +2,8 @@
 
 import chip
 
-chip.install()
-chip.translate("flatroll")
+
+def pytest_load_initial_conftests() -> None:
+    """Not while this file is imported, as the collection of doctests does."""
+    chip.install()
+    chip.translate("flatroll")
