@@ -1,11 +1,16 @@
 """Gymnasium vector wrappers that mark episode boundaries, and `as_vector_env`, which adapts any env."""
 
 from flatroll.wrappers.adapt_env import find_stream
-from flatroll.wrappers.agents_source import PettingZooSource
 from flatroll.wrappers.arrays import map_tree
 from flatroll.wrappers.as_vector_env import as_vector_env
 from flatroll.wrappers.compact import CompactObs, NextObservationDelta
-from flatroll.wrappers.functional_env import FunctionalEnv, as_functional
+from flatroll.wrappers.families import register
+from flatroll.wrappers.games.pettingzoo import FAMILY as PETTINGZOO
+from flatroll.wrappers.games.pettingzoo import PettingZooSource
+from flatroll.wrappers.games.vmas import FAMILY as VMAS
+from flatroll.wrappers.games.vmas import VmasSource
+from flatroll.wrappers.jax.functional import FunctionalEnv, as_functional
+from flatroll.wrappers.jax.source import FAMILY as JAX
 from flatroll.wrappers.markers import (
     InitTracker,
     MarkerWrapper,
@@ -20,7 +25,9 @@ from flatroll.wrappers.markers import (
 from flatroll.wrappers.normalize import NormalizeObservation
 from flatroll.wrappers.source import Capabilities, VectorSource
 from flatroll.wrappers.stream import VectorStream
-from flatroll.wrappers.vmas_source import VmasSource
+
+# The families of the outer ring: the core asks for them and does not import them.
+register(JAX, VMAS, PETTINGZOO)
 
 __all__ = [
     "Capabilities",

@@ -1,6 +1,7 @@
 """Chooses the adapter for an environment, or raises an error if none fits."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from inspect import getattr_static
 from typing import Any
 
@@ -24,11 +25,9 @@ from flatroll.layout.checks import (
     check_usable_device,
     check_whole_number,
 )
-from flatroll.wrappers.agents_source import PettingZooSource, parallel_envs
 from flatroll.wrappers.envpool_source import pool_source
-from flatroll.wrappers.functional_env import FunctionalEnv, as_functional, find_family
+from flatroll.wrappers.families import Family, Request, adapt_by, adapt_registered
 from flatroll.wrappers.gym_source import GymSource
-from flatroll.wrappers.jax_source import JaxSource
 from flatroll.wrappers.source import (
     DtypeView,
     EnvLike,
@@ -40,7 +39,6 @@ from flatroll.wrappers.source import (
 )
 from flatroll.wrappers.stream import ADAPTED, FinalObs, VectorStream
 from flatroll.wrappers.torch_source import TorchSource
-from flatroll.wrappers.vmas_source import VmasSource
 
 
 def adapt_env(
@@ -70,11 +68,17 @@ def adapt_env(
         adapted = env
     else:
         where = None if device is None else check_device("device", device)
-        source, mode = _choose_source(env, num_envs, where, _parse_mode(autoreset_mode), own_buffers)
+        request = Request(
+            env=env,
+            num_envs=num_envs,
+            device=where,
+            mode=_parse_mode(autoreset_mode),
+            own_buffers=own_buffers,
+        )
+        source, mode = _choose_source(request)
 
         native = source.capabilities.framework
-        placed = isinstance(source, JaxSource)
-        if device is not None and native == "numpy" and framework != "torch" and not placed:
+        if device is not None and native == "numpy" and framework != "torch" and not source.takes_device:
             raise ValueError(
                 f"device={str(device)!r} is for tensors, and {type(env).__name__} returns NumPy arrays: add "
                 "framework='torch', or pass the device to the collector's policy_device or storing_device"
@@ -180,60 +184,25 @@ def _float_dtypes(space: spaces.Space[Any]) -> set[str]:
     return set()
 
 
-def _choose_source(
-    env: EnvLike,
-    num_envs: int | None,
-    device: torch.device | None,
-    mode: AutoresetMode | None,
-    own_buffers: bool | str,
-) -> tuple[VectorSource, AutoresetMode]:
-    """Return the adapter for the env's family and the autoreset mode (``mode`` if the user gave one)."""
+def _choose_source(request: Request) -> tuple[VectorSource, AutoresetMode]:
+    """Return the adapter for the env's family and the autoreset mode (that of the request if the user gave one)."""
+    env = request.env
     if isinstance(env, VectorSource):
-        return env, mode or _declared_mode(env)
+        return env, request.mode or _declared_mode(env)
 
     _refuse_other_interfaces(env)
+    adapted = adapt_registered(request)
+    if adapted is not None:
+        return adapted
 
-    functional: FunctionalEnv | None = None
-    if isinstance(env, FunctionalEnv):
-        functional = env
-    elif find_family(env):
-        functional = as_functional(env)
-    if functional is not None:
-        if mode not in (None, AutoresetMode.SAME_STEP):
-            raise ValueError(
-                f"autoreset_mode={mode.value!r} is not possible here: functional JAX envs are always 'SameStep'"
-            )
-        count = getattr(env, "num_envs", num_envs)
-        if count is None:
-            raise TypeError(
-                f"num_envs is needed: {functional.name} is a single env made of pure functions, which must be "
-                "batched: call as_vector_env(env, num_envs=...) before you pass it to a collector or wrapper"
-            )
-        return JaxSource(functional, count, device), AutoresetMode.SAME_STEP
-
-    base = getattr(env, "unwrapped", env)
-    _refuse_bare_maniskill(env, base, mode)
-    if isinstance(env, gymnasium.Wrapper) and (isinstance(base, VectorEnv) or _is_batched(base)):
-        env = _without_checkers(env)
-
-    if is_from("envpool", base):
-        _refuse_unfit_pool(env, base, mode)
-        return pool_source(env), AutoresetMode.NEXT_STEP
-    if is_from("vmas", env) and hasattr(env, "scenario"):
-        return VmasSource(env), AutoresetMode.DISABLED
-    if not isinstance(env, VectorEnv) and (games := parallel_envs(env)) is not None:
-        return PettingZooSource(games), AutoresetMode.NEXT_STEP
-
-    if isinstance(env, VectorEnv):
-        return _vector_source(env, base, device, mode, own_buffers)
-    if _is_batched(env):
-        mode = _own_mode(env, mode)
-        return TorchSource(env, mode, device, own_buffers), mode
-    if isinstance(env, gymnasium.Env):
-        # A SyncVectorEnv returns copies.
-        source = GymSource(_OneEnv(env), AutoresetMode.DISABLED, own_buffers is True)
-        source.stepped = env
-        return source, AutoresetMode.DISABLED
+    _refuse_bare_maniskill(request)
+    if isinstance(env, gymnasium.Wrapper) and (
+        isinstance(request.base, VectorEnv) or _is_batched(request.base)
+    ):
+        request = replace(request, env=_without_checkers(env))
+    adapted = adapt_by(_FAMILIES, request)
+    if adapted is not None:
+        return adapted
 
     way_out = ""
     if isinstance(env, str):
@@ -248,62 +217,108 @@ def _choose_source(
     )
 
 
-def _refuse_bare_maniskill(env: object, base: object, mode: AutoresetMode | None) -> None:
+def _refuse_bare_maniskill(request: Request) -> None:
     """Raise TypeError for a ManiSkill env outside its vector env, unless nothing is expected to reset it."""
+    env = request.env
     # ManiSkill's base env has neither autoreset nor a time limit.
-    left_alone = is_from("mani_skill", base) and not isinstance(env, VectorEnv)
-    if left_alone and (isinstance(env, gymnasium.Wrapper) or mode is not AutoresetMode.DISABLED):
+    left_alone = is_from("mani_skill", request.base) and not isinstance(env, VectorEnv)
+    if left_alone and (isinstance(env, gymnasium.Wrapper) or request.mode is not AutoresetMode.DISABLED):
         raise TypeError(
-            f"env is ManiSkill's {type(base).__name__} without its vector env, which resets it and applies the time "
-            "limit of gym.make: pass mani_skill.vector.wrappers.gymnasium.ManiSkillVectorEnv(gym.make(...)), or "
+            f"env is ManiSkill's {type(request.base).__name__} without its vector env, which resets it and applies the "
+            "time limit of gym.make: pass mani_skill.vector.wrappers.gymnasium.ManiSkillVectorEnv(gym.make(...)), or "
             "gymnasium.vector.SyncVectorEnv([lambda: CPUGymWrapper(gym.make(...))])"
         )
 
 
-def _refuse_unfit_pool(env: object, base: object, mode: AutoresetMode | None) -> None:
+def _pool_in(request: Request) -> Any:
+    """An envpool, also one in a wrapper, which is refused."""
+    return request.env if is_from("envpool", request.base) else None
+
+
+def _refuse_unfit_pool(request: Request) -> None:
     """Raise for an envpool with the interface of dm_env, inside a wrapper, or in another autoreset mode."""
+    env = request.env
     if not hasattr(type(env), "observation_space"):  # env.observation_space would warn
         raise TypeError(
             f"env is envpool's {type(env).__name__} with the interface of dm_env: make the same task with "
             "envpool.make_gymnasium(...)"
         )
-    if env is not base:
+    if env is not request.base:
         raise TypeError(
             f"env is {type(env).__name__} around an envpool, whose spaces are those of a single env: put "
             "as_vector_env(envpool_env) inside, and the wrapper around it"
         )
-    if mode not in (None, AutoresetMode.NEXT_STEP):
+    if request.mode not in (None, AutoresetMode.NEXT_STEP):
         raise ValueError(
-            f"autoreset_mode={mode.value!r} is not possible here: an envpool is always 'NextStep'"
+            f"autoreset_mode={request.mode.value!r} is not possible here: an envpool is always 'NextStep'"
         )
 
 
-def _vector_source(
-    env: VectorEnv[Any, Any, Any],
-    base: Any,
-    device: torch.device | None,
-    mode: AutoresetMode | None,
-    own_buffers: bool | str,
-) -> tuple[VectorSource, AutoresetMode]:
-    """Return the adapter of a Gymnasium vector env and its autoreset mode."""
+def _refuse_unfit_vector_env(request: Request) -> None:
+    """Raise for a vector env without the spaces of one env, or of envs that are vector envs themselves."""
+    env = request.env
     lacks = [name for name in ("single_observation_space", "single_action_space") if not hasattr(env, name)]
     if lacks:
         raise TypeError(
             f"env must have {' and '.join(lacks)} (Gymnasium spaces of one env), which the vector env "
             f"{type(env).__name__} lacks: set them on it, or write a flatroll.wrappers.VectorSource"
         )
+
+    base = request.base
     if isinstance(base, AsyncVectorEnv | SyncVectorEnv) and ADAPTED in base.metadata:
         raise ValueError(
             f"the envs inside {type(base).__name__} are vector envs, as flatroll's wrappers (NextObservationDelta, "
             "StepCounter, ...) make them: put these wrappers around the whole, wrapper(AsyncVectorEnv([...]))"
         )
 
-    mode = _own_mode(env, mode)
-    if getattr(base, "device", None) is not None:
-        return TorchSource(env, mode, device, own_buffers), mode
 
+def _adapt_vector_env(request: Request, env: VectorEnv[Any, Any, Any]) -> tuple[VectorSource, AutoresetMode]:
+    """A vector env with a device is a simulator that derives from Gymnasium's class."""
+    if getattr(request.base, "device", None) is not None:
+        return _adapt_simulator(request, env)
+
+    mode = _own_mode(env, request.mode)
     _refuse_known_defects(env, mode)
-    return GymSource(env, mode, own_buffers), mode
+    return GymSource(env, mode, request.own_buffers), mode
+
+
+def _adapt_simulator(request: Request, env: Any) -> tuple[VectorSource, AutoresetMode]:
+    mode = _own_mode(env, request.mode)
+    return TorchSource(env, mode, request.device, request.own_buffers), mode
+
+
+def _adapt_single_env(request: Request, env: gymnasium.Env[Any, Any]) -> tuple[VectorSource, AutoresetMode]:
+    # A SyncVectorEnv returns copies.
+    source = GymSource(_OneEnv(env), AutoresetMode.DISABLED, request.own_buffers is True)
+    source.stepped = env
+    return source, AutoresetMode.DISABLED
+
+
+#: The families of the core, in the order in which they are asked.
+_FAMILIES = (
+    Family(
+        name="envpool",
+        recognises=_pool_in,
+        refuse=_refuse_unfit_pool,
+        adapt=lambda request, pool: (pool_source(pool), AutoresetMode.NEXT_STEP),
+    ),
+    Family(
+        name="Gymnasium's vector envs",
+        recognises=lambda request: request.env if isinstance(request.env, VectorEnv) else None,
+        refuse=_refuse_unfit_vector_env,
+        adapt=_adapt_vector_env,
+    ),
+    Family(
+        name="simulators in torch",
+        recognises=lambda request: request.env if _is_batched(request.env) else None,
+        adapt=_adapt_simulator,
+    ),
+    Family(
+        name="single envs of Gymnasium",
+        recognises=lambda request: request.env if isinstance(request.env, gymnasium.Env) else None,
+        adapt=_adapt_single_env,
+    ),
+)
 
 
 class _OneEnv(SyncVectorEnv):

@@ -128,6 +128,8 @@ class VectorSource(ABC):
         self.num_envs = num_envs
         #: If each row is an agent of a game: the agent and game indices, int64 ``(E,)``; else None.
         self.agents: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
+        #: Whether the adapter itself puts the env on the device that `as_vector_env` is given.
+        self.takes_device = False
         #: Whether the caller copies reward, flags and final observations before the next step, as a collector does.
         #: Then they are not copied here.
         self.may_alias = False

@@ -13,7 +13,7 @@ from tensordict.nn import InteractionType
 
 from flatroll.layout.checks import as_text, check_choice, check_device, check_flags, check_usable_device
 from flatroll.wrappers.adapt_env import adapt_env, find_stream
-from flatroll.wrappers.agents_source import PettingZooSource, parallel_envs
+from flatroll.wrappers.families import adapt_list
 from flatroll.wrappers.gym_source import split_async
 from flatroll.wrappers.markers import StepCounter, TrajId, find_wrapper
 from flatroll.wrappers.source import EnvLike
@@ -181,16 +181,16 @@ def make_env(
     """
     env: Any = create_env_fn
     made = False
-    if isinstance(env, (list, tuple)) and (games := parallel_envs(env)) is not None:
-        made = all(game is not one for game, one in zip(games, env, strict=True))
-        env = PettingZooSource(games)
+    if isinstance(env, (list, tuple)):
+        adapted = adapt_list(env)
+        if adapted is None:
+            raise TypeError(
+                f"create_env_fn must be one env or one function that makes it, got a list of {len(env)}: make one "
+                f"gymnasium.vector.SyncVectorEnv of them, or step parts of one pool in turn with splits={len(env)}"
+            )
+        env, made = adapted
         if made:
             undo.callback(env.close)
-    elif isinstance(env, (list, tuple)):
-        raise TypeError(
-            f"create_env_fn must be one env or one function that makes it, got a list of {len(env)}: make one "
-            f"gymnasium.vector.SyncVectorEnv of them, or step parts of one pool in turn with splits={len(env)}"
-        )
 
     if isinstance(env, type) or not (hasattr(env, "step") and hasattr(env, "reset")):
         if not callable(env):

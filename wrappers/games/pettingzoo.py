@@ -19,6 +19,7 @@ from typing_extensions import override
 from flatroll.layout.keys import ACTION_MASK
 from flatroll.layout.spaces import space_leaves
 from flatroll.wrappers.arrays import Array, Tree, leaves_at, map_tree
+from flatroll.wrappers.families import Family, Request
 from flatroll.wrappers.source import Capabilities, EnvLike, Info, Seed, Step, VectorSource
 
 #: The observation entry with the state of the whole game.
@@ -534,3 +535,26 @@ def _shared_space(kind: str, envs: Sequence[Any], names: Sequence[Any], label: s
                 "PettingZooSource.groups(envs, {'a': [...], 'b': [...]}), or pad the spaces (SuperSuit)"
             )
     return found[0]
+
+
+def _games(request: Request) -> list[Any] | None:
+    """The games, if the env is a game, a function that makes one, or a list of either."""
+    if isinstance(request.env, VectorEnv):
+        return None
+    return parallel_envs(request.env)
+
+
+def _adapt_list(envs: Sequence[Any]) -> tuple[VectorSource, bool] | None:
+    games = parallel_envs(envs)
+    if games is None:
+        return None
+    made = all(game is not one for game, one in zip(games, envs, strict=True))
+    return PettingZooSource(games), made
+
+
+FAMILY = Family(
+    name="games of PettingZoo",
+    recognises=_games,
+    adapt=lambda request, games: (PettingZooSource(games), AutoresetMode.NEXT_STEP),
+    adapt_list=_adapt_list,
+)

@@ -9,13 +9,15 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
 from torch.utils.dlpack import from_dlpack
 from typing_extensions import override
 
 from flatroll.layout.checks import check_whole_number
 from flatroll.layout.spaces import column_name
 from flatroll.wrappers.arrays import Array, Tree, map_tree
-from flatroll.wrappers.functional_env import FunctionalEnv, Pytree, gym_space
+from flatroll.wrappers.families import Family, Request
+from flatroll.wrappers.jax.functional import FunctionalEnv, Pytree, as_functional, find_family, gym_space
 from flatroll.wrappers.source import Capabilities, Info, Seed, Step, VectorSource
 
 #: Signatures of an env's two functions, for errors.
@@ -70,6 +72,7 @@ class JaxSource(VectorSource):
 
         can = Capabilities(where, framework, exact_flags=True, whole_finals=True, checks_range=False)
         super().__init__(env, num_envs, observation_space, action_space, can)
+        self.takes_device = True
         self.stepped = self  # the source itself: its functions keep no state
 
     @override
@@ -427,3 +430,31 @@ def _narrow(array: Array) -> Array:
     if array.dtype == np.int64:
         return array.astype(np.int32)
     return array
+
+
+def _functional_env(request: Request) -> FunctionalEnv | None:
+    """The env as pure functions, if it is one of JAX."""
+    if isinstance(request.env, FunctionalEnv):
+        return request.env
+    if find_family(request.env):
+        return as_functional(request.env)
+    return None
+
+
+def _adapt(request: Request, env: FunctionalEnv) -> tuple[VectorSource, AutoresetMode]:
+    mode = request.mode
+    if mode not in (None, AutoresetMode.SAME_STEP):
+        raise ValueError(
+            f"autoreset_mode={mode.value!r} is not possible here: functional JAX envs are always 'SameStep'"
+        )
+
+    count = getattr(request.env, "num_envs", request.num_envs)
+    if count is None:
+        raise TypeError(
+            f"num_envs is needed: {env.name} is a single env made of pure functions, which must be "
+            "batched: call as_vector_env(env, num_envs=...) before you pass it to a collector or wrapper"
+        )
+    return JaxSource(env, count, request.device), AutoresetMode.SAME_STEP
+
+
+FAMILY = Family(name="pure functions in JAX", recognises=_functional_env, adapt=_adapt)

@@ -10,7 +10,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from flatroll.wrappers.arrays import Array, Tree, map_tree
-from flatroll.wrappers.source import Capabilities, Info, Seed, Step, VectorSource
+from flatroll.wrappers.families import Family, Request
+from flatroll.wrappers.source import Capabilities, Info, Seed, Step, VectorSource, is_from
 
 
 class VmasSource(VectorSource):
@@ -132,3 +133,17 @@ def _gymnasium_space(space: Any) -> spaces.Space[Any]:
     if hasattr(space, "n"):
         return spaces.Discrete(int(space.n))
     return spaces.Box(space.low, space.high, dtype=space.dtype.type)
+
+
+def _environment(request: Request) -> Any:
+    """The env, if it is one of VMAS."""
+    if is_from("vmas", request.env) and hasattr(request.env, "scenario"):
+        return request.env
+    return None
+
+
+FAMILY = Family(
+    name="games of VMAS",
+    recognises=_environment,
+    adapt=lambda request, env: (VmasSource(env), AutoresetMode.DISABLED),
+)

@@ -1,0 +1,1 @@
+"""Games of several agents: the outer ring of this room."""

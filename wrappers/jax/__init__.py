@@ -1,0 +1,1 @@
+"""Envs of pure JAX functions: the outer ring of this room."""
