@@ -24,7 +24,8 @@ from benchmarks.bench_slices import LENGTH, SLICES, filled, micros, stream
 from benchmarks.measure.timing import ratio, table, take_turns, waited
 from benchmarks.peers import rsl_storage
 from flatroll.buffers import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
-from flatroll.modules.backends import choice, triton_scan
+from flatroll.modules.backends import choice
+from flatroll.modules.backends.triton import scan as triton_scan
 
 Run = Callable[[], object]
 

@@ -6,10 +6,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from benchmarks.shape.imports import Graph, grouped, import_graph
+from benchmarks.shape.imports import OUTER_ROOMS, Graph, grouped, import_graph, is_outer
 
 PICTURE = Path(__file__).parent / "img" / "rooms.png"
 WIDTH, GAP, ROW_GAP, LINE = 2.4, 0.4, 0.7, 0.3  # a card, between cards, between their rows, a line of text
+OUTER_COLOUR = "#A03010"  # of folders of the outer ring
 COLOURS = {
     "sharing": "#E8E8E8",
     "layout": "#E8E8E8",
@@ -73,7 +74,8 @@ def draw(axes: Axes, graph: Graph) -> None:
         axes.add_patch(Rectangle((left, low), WIDTH, high - low, facecolor=COLOURS[room], edgecolor="0.4"))
         axes.text(left + 0.12, high - 1.1 * LINE, room, weight="bold", size=19)
         for i, folder in enumerate(folders(room, graph), 1):
-            axes.text(left + 0.3, high - (i + 1.2) * LINE, f"{folder}/", size=15)
+            colour = OUTER_COLOUR if is_outer(f"{room}.{folder}") or room in OUTER_ROOMS else "black"
+            axes.text(left + 0.3, high - (i + 1.2) * LINE, f"{folder}/", size=15, color=colour)
         arrows = sorted(rooms[room] - {far for near in rooms[room] for far in rooms[near]})
         for below in arrows:
             shift = 0.2 * (

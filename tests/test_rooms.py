@@ -10,11 +10,13 @@ import pytest
 
 from benchmarks.shape.imports import (
     ARROWS,
+    OUTER_FOLDERS,
     circles,
     files_of,
     grouped,
     import_graph,
     imported_names,
+    is_outer,
     longest_chain,
 )
 
@@ -129,6 +131,18 @@ def test_a_room_reads_no_environment_variable(room: str) -> None:
 def test_arrows_go_one_way(depth: int) -> None:
     """Between rooms, between the sub-rooms of a room and the files beside them, and between files."""
     assert circles(grouped(graph_of_rooms(), depth)) == []
+
+
+def test_the_core_imports_nothing_of_the_outer_ring() -> None:
+    """It asks registries, which the ``__init__`` of rooms fill: the graph leaves these out."""
+    core = {file: targets for file, targets in graph_of_rooms().items() if not is_outer(file)}
+    found = {file: outer for file, targets in core.items() if (outer := set(filter(is_outer, targets)))}
+    assert found == {}
+
+
+@pytest.mark.parametrize("folder", OUTER_FOLDERS)
+def test_a_folder_of_the_outer_ring_is_there(folder: str) -> None:
+    assert any(file.startswith(f"{folder}.") for file in graph_of_rooms())
 
 
 @pytest.mark.parametrize("room", SUB_ROOMS)

@@ -28,9 +28,28 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "trainers": ("layout", "kernels", "specs", "wrappers", "rollouts", "buffers", "modules", "estimators"),
 }
 ROOMS = tuple(ARROWS)
+#: The outer ring: these rooms, and in core rooms the folders for Ray, Triton, JAX and games.
+OUTER_ROOMS = ("trees", "datasets", "text", "trainers", "export")
+OUTER_FOLDERS = (
+    "buffers.ray",
+    "kernels.recurrent",
+    "modules.backends.triton",
+    "rollouts.games",
+    "rollouts.workers.ray",
+    "sharing.ray",
+    "wrappers.games",
+    "wrappers.jax",
+)
 ROOT = Path(__file__).resolve().parents[2]  # of the checkout
 
 Graph = Mapping[str, set[str]]  # file -> the files that it imports, as dotted names without the package's
+
+
+def is_outer(file: str) -> bool:
+    """Return whether a file belongs to the outer ring; ``file`` is its dotted name."""
+    if file.split(".")[0] in OUTER_ROOMS:
+        return True
+    return any(file == folder or file.startswith(f"{folder}.") for folder in OUTER_FOLDERS)
 
 
 def files_of(room: str, root: Path = ROOT) -> Iterator[Path]:

@@ -1,5 +1,7 @@
 """Recurrent modules for flat batches: single steps in rollouts, unpadded runs in training; normalisation."""
 
+from flatroll.modules.backends.choice import register_by_row
+from flatroll.modules.backends.triton.scan import on_device
 from flatroll.modules.burn_in import BurnIn
 from flatroll.modules.by_space import ActionMask, EpsilonGreedy, actor, critic, q_network, set_epsilon
 from flatroll.modules.distributions import (
@@ -15,6 +17,9 @@ from flatroll.modules.networks import GRU, LSTM, GRUCell, LSTMCell
 from flatroll.modules.primer import TensorDictPrimer
 from flatroll.modules.recurrent import GRUModule, LSTMModule
 from flatroll.modules.running_norm import RunningNorm, update_norms
+
+# A backend of the outer ring: the core asks for it and does not import it.
+register_by_row("triton", on_device)
 
 __all__ = [
     "GRU",

@@ -10,7 +10,7 @@ from flatroll.rollouts.evaluate import (
     evaluate,
     interquartile_mean,
 )
-from flatroll.rollouts.groups import GroupCollector
+from flatroll.rollouts.games.groups import GroupCollector
 from flatroll.rollouts.random_actions import RandomPolicy
 from flatroll.rollouts.rollout import check_env_specs, rollout
 from flatroll.rollouts.workers import MultiAsyncCollector, MultiCollector, MultiSyncCollector, RayCollector

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from flatroll.layout.checks import check_choice
 from flatroll.modules.backends.packing import DENSE_STEPS, Backend, RunIndex, States, packed, padded
 from flatroll.modules.backends.scan import scanned, scanned_by_row
-from flatroll.modules.backends.triton_scan import on_device
 
 #: Maps a network, rows ``[N, input_size]``, states ``[N, num_layers, H]`` (read at first rows) and a bool
 #: ``[N]`` that marks first rows, to outputs ``[N, H]`` and the states after each row. No shape depends on
@@ -47,8 +46,13 @@ def automatic(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) ->
 
 #: Backends that expect runs in rank order (longest first).
 BACKENDS: dict[str, Backend] = {"auto": automatic, "packed": packed, "scan": scanned, "pad": padded}
-#: Backends that expect rows in batch order.
-BY_ROW: dict[str, ByRow] = {"triton": on_device}
+#: Backends that expect rows in batch order. `register_by_row` adds those of the outer ring.
+BY_ROW: dict[str, ByRow] = {}
+
+
+def register_by_row(name: str, backend: ByRow) -> None:
+    """Add a backend that takes rows in batch order."""
+    BY_ROW[name] = backend
 
 
 def by_row(name: str, net: nn.RNNBase) -> ByRow | None:

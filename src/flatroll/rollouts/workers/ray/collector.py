@@ -8,11 +8,11 @@ from torch import nn
 
 from flatroll.layout.checks import check_whole_number
 from flatroll.rollouts.policies import as_state, copy_weights
-from flatroll.rollouts.workers.actors import Actors
 from flatroll.rollouts.workers.arguments import one_for_each
 from flatroll.rollouts.workers.multi_collector import MultiCollector, OnFailure
+from flatroll.rollouts.workers.ray.actors import Actors
 from flatroll.sharing.block import dtype_name
-from flatroll.sharing.ray_calls import Calls, RayCalls
+from flatroll.sharing.ray.calls import Calls, RayCalls
 
 Device = torch.device | str | None
 

@@ -1,0 +1,1 @@
+"""Buffers in actors of a Ray cluster: the outer ring of this room."""

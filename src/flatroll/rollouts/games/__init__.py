@@ -1,0 +1,1 @@
+"""Collectors for games of several agents: the outer ring of this room."""

@@ -1,0 +1,1 @@
+"""Calls of actors of a Ray cluster: the outer ring of this room."""
