@@ -13,7 +13,9 @@ PATHS = sorted({path for path in re.findall(r"`([\w.]+/[\w/.]*)`", PAGE)})
 
 def found(path: str) -> Path:
     """A path of the page, in the repository or in the package."""
-    return next((base / path for base in (ROOT, ROOT / "src" / "flatroll") if (base / path).exists()), ROOT / path)
+    return next(
+        (base / path for base in (ROOT, ROOT / "src" / "flatroll") if (base / path).exists()), ROOT / path
+    )
 
 
 def test_the_page_names_its_records() -> None:

@@ -322,7 +322,6 @@ def use_steps() -> None:
     from tensordict import TensorDict
 
     from flatroll import buffers
-    from flatroll.disk.tensor_file import compute_checksum
     from flatroll.kernels.rows.row_index import HashedRows
     from flatroll.kernels.rows.words import hash_words
     from flatroll.trees import MCTSForest
@@ -365,7 +364,6 @@ def use_steps() -> None:
 
     hash_words(torch.zeros(2, 1, dtype=torch.int64))
     HashedRows(1).truncate(0)
-    compute_checksum("xxh64", [memoryview(b"rows")])
 
 
 def find_checkout() -> Path:

@@ -1,4 +1,4 @@
-"""XXH64, the checksum of large tensors, in the kernel and in files."""
+"""XXH64, the checksum of large tensors, of pieces and in files."""
 
 import contextlib
 import json
@@ -10,15 +10,13 @@ import torch
 from disk_recorder import check_rows, rows
 
 from flatroll.disk import DamagedFileError, Folder, manifest, tensor_file
-from flatroll.kernels.rows.checksum import absorb, digest, new_state
 
 
 def xxh64(data: bytes, cuts: list[int]) -> int:
     """The checksum of data that come in pieces, at odd addresses."""
-    state, memory = new_state(), np.frombuffer(b"-" + data, np.uint8)
-    for first, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
-        absorb(state, memory.ctypes.data + 1 + first, end - first)
-    return int(digest(state))
+    memory = memoryview(b"-" + data)[1:]
+    pieces = [memory[first:end] for first, end in zip([0, *cuts], [*cuts, len(data)], strict=True)]
+    return tensor_file.compute_checksum("xxh64", pieces).value
 
 
 @pytest.mark.parametrize(

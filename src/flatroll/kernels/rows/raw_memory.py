@@ -44,14 +44,6 @@ def _ask_code(typing_context: Any, address: Any) -> Any:
     return types.void(types.int64), generate
 
 
-def _word_code(typing_context: Any, address: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        # align=1: the address may be unaligned.
-        return builder.load(builder.inttoptr(arguments[0], _LONG.as_pointer()), align=1)
-
-    return types.uint64(types.int64), generate
-
-
 def _number_code(typing_context: Any, address: Any, index: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         numbers = builder.inttoptr(arguments[0], _LONG.as_pointer())
@@ -104,8 +96,6 @@ def _pointer_code(kind: Any) -> Any:
 copy_bytes: Any = intrinsic(_copy_code)
 #: ``ask(address)`` prefetches a cache line and has no other effect; any address is allowed.
 ask: Any = intrinsic(_ask_code)
-#: ``word_at(address)`` is the 64-bit word there, uint64.
-word_at: Any = intrinsic(_word_code)
 #: ``number_at(address, i)`` is number i of the int64 numbers there.
 number_at: Any = intrinsic(_number_code)
 #: ``flag_at(address, i)`` is flag i of the bool numbers there.
@@ -116,16 +106,9 @@ set_flag: Any = intrinsic(_set_code)
 compare_bytes: Any = intrinsic(_compare_code)
 
 _to_numbers: Any = intrinsic(_pointer_code(types.int64))
-_to_octets: Any = intrinsic(_pointer_code(types.uint8))
 
 
 @numba.njit(inline="always")
 def numbers(address: Any, size: Any) -> Any:
     """View the memory at an address as an int64 array ``[size]``."""
     return carray(_to_numbers(address), size)
-
-
-@numba.njit(inline="always")
-def octets(address: Any, size: Any) -> Any:
-    """View the memory at an address as a uint8 array ``[size]``."""
-    return carray(_to_octets(address), size)
