@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "map.md").read_text()
 RECORDS = re.findall(r"`(\w+)` \(`([\w/.]+\.py)`\)", PAGE)
-PATHS = sorted({path for path in re.findall(r"`([\w.]+/[\w/.]*)`", PAGE)})
+PATHS = sorted(set(re.findall(r"`([\w.]+/[\w/.]*)`", PAGE)))
 
 
 def found(path: str) -> Path:
