@@ -25,7 +25,7 @@ from benchmarks.measure.timing import ratio, table, take_turns, waited
 from benchmarks.peers import rsl_storage
 from flatroll.buffers import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
 from flatroll.modules.backends import choice
-from flatroll.modules.backends.triton import scan as triton_scan
+from flatroll.modules.backends.on_triton import scan as triton_scan
 
 Run = Callable[[], object]
 

@@ -17,9 +17,9 @@ from flatroll.buffers.ensemble import ReplayBufferEnsemble, SamplerEnsemble, Sto
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
+from flatroll.buffers.on_ray.buffer import RayReplayBuffer
+from flatroll.buffers.on_ray.ensemble import RayReplayBufferEnsemble
 from flatroll.buffers.protocols import Buffer
-from flatroll.buffers.ray.buffer import RayReplayBuffer
-from flatroll.buffers.ray.ensemble import RayReplayBufferEnsemble
 from flatroll.buffers.remote import BufferHandle, OwnerGoneError
 from flatroll.buffers.replay_buffer import ReplayBuffer
 from flatroll.buffers.samplers.prioritized import PrioritizedSampler, PrioritizedSliceSampler

@@ -9,8 +9,6 @@ from flatroll.wrappers.games.pettingzoo import FAMILY as PETTINGZOO
 from flatroll.wrappers.games.pettingzoo import PettingZooSource
 from flatroll.wrappers.games.vmas import FAMILY as VMAS
 from flatroll.wrappers.games.vmas import VmasSource
-from flatroll.wrappers.jax.functional import FunctionalEnv, as_functional
-from flatroll.wrappers.jax.source import FAMILY as JAX
 from flatroll.wrappers.markers import (
     InitTracker,
     MarkerWrapper,
@@ -23,6 +21,8 @@ from flatroll.wrappers.markers import (
     set_recurrent_primers_from,
 )
 from flatroll.wrappers.normalize import NormalizeObservation
+from flatroll.wrappers.on_jax.functional import FunctionalEnv, as_functional
+from flatroll.wrappers.on_jax.source import FAMILY as JAX
 from flatroll.wrappers.source import Capabilities, VectorSource
 from flatroll.wrappers.stream import VectorStream
 

@@ -1,7 +1,7 @@
 """The families of envs: which envs belong to one, what it refuses, and the adapter its envs get.
 
 `adapt_env` asks the registered families in order, and then those that it knows itself: envpool's, Gymnasium's and
-torch's. So the core imports no adapter of the outer ring: ``wrappers/jax`` and ``wrappers/games`` describe their
+torch's. So the core imports no adapter of the outer ring: ``wrappers/on_jax`` and ``wrappers/games`` describe their
 families, and ``wrappers/__init__.py`` registers them.
 """
 

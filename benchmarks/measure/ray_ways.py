@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict
 
 from flatroll.buffers import LazyTensorStorage, RayReplayBuffer, ReplayBuffer
-from flatroll.sharing.ray.calls import RayCalls, pack_batches, unpack_batches
+from flatroll.sharing.on_ray.calls import RayCalls, pack_batches, unpack_batches
 
 SHAPES = {"4,096 rows of 56 bytes": (4096, 5), "256 rows of 56 KB": (256, 7000)}
 

@@ -31,14 +31,14 @@ ROOMS = tuple(ARROWS)
 #: The outer ring: these rooms, and in core rooms the folders for Ray, Triton, JAX and games.
 OUTER_ROOMS = ("trees", "datasets", "text", "trainers", "export")
 OUTER_FOLDERS = (
-    "buffers.ray",
+    "buffers.on_ray",
     "kernels.recurrent",
-    "modules.backends.triton",
+    "modules.backends.on_triton",
     "rollouts.games",
-    "rollouts.workers.ray",
-    "sharing.ray",
+    "rollouts.workers.on_ray",
+    "sharing.on_ray",
     "wrappers.games",
-    "wrappers.jax",
+    "wrappers.on_jax",
 )
 ROOT = Path(__file__).resolve().parents[2]  # of the checkout
 

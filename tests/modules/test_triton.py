@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from flatroll.modules import GRUModule, LSTMModule, set_recurrent_mode
-from flatroll.modules.backends.triton import scan as triton_scan
+from flatroll.modules.backends.on_triton import scan as triton_scan
 
 KEYS = {"in_key": "observation", "out_key": "features", "recurrent_backend": "triton"}
 CASES = Path(__file__).with_name("triton_cases.py")
@@ -54,7 +54,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from flatroll.kernels.recurrent import gru_triton
 from flatroll.kernels.recurrent import lstm_triton
-from flatroll.modules.backends.triton.scan import kernel_options
+from flatroll.modules.backends.on_triton.scan import kernel_options
 
 NUMBERS = {"count": "*i64", "firsts": "*i64", "lengths": "*i32", "hidden": "i32"}
 NUMBERS |= dict.fromkeys(("initial_stride", "cell_stride"), "i32")

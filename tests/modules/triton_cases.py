@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from flatroll.modules import GRUModule, LSTMModule, set_recurrent_mode
 from flatroll.modules.backends import choice as backends
-from flatroll.modules.backends.triton import scan as triton_scan
+from flatroll.modules.backends.on_triton import scan as triton_scan
 
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 2e-2}
 KINDS = {"GRU": nn.GRU, "LSTM": nn.LSTM}

@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from flatroll.sharing import WorkerDied
-from flatroll.sharing.ray.calls import RayCalls
+from flatroll.sharing.on_ray.calls import RayCalls
 
 NONE = "Could not find any running Ray instance. Please specify the one to connect to"
 SILENT = "Failed to connect to 10.0.0.1:6379"

@@ -13,7 +13,7 @@ from gymnasium import spaces
 
 from flatroll.rollouts import Collector
 from flatroll.wrappers import FunctionalEnv, as_functional, as_vector_env
-from flatroll.wrappers.jax.functional import find_family, gym_space
+from flatroll.wrappers.on_jax.functional import find_family, gym_space
 
 SOURCE = Path(__file__).parents[2] / "src"
 

@@ -1,7 +1,7 @@
 """Recurrent modules for flat batches: single steps in rollouts, unpadded runs in training; normalisation."""
 
 from flatroll.modules.backends.choice import register_by_row
-from flatroll.modules.backends.triton.scan import on_device
+from flatroll.modules.backends.on_triton.scan import on_device
 from flatroll.modules.burn_in import BurnIn
 from flatroll.modules.by_space import ActionMask, EpsilonGreedy, actor, critic, q_network, set_epsilon
 from flatroll.modules.distributions import (

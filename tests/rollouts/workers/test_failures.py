@@ -198,7 +198,7 @@ def test_a_worker_that_waits_for_a_slow_learner_is_not_overdue(
     transport: str, nursery: Nursery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # An actor on a busy node does not say in time for how long its step has run.
-    monkeypatch.setattr("flatroll.rollouts.workers.ray.actors._PATIENCE", 0)
+    monkeypatch.setattr("flatroll.rollouts.workers.on_ray.actors._PATIENCE", 0)
     with MultiAsyncCollector(
         Seeded, num_workers=3, frames_per_batch=4, slots=1, step_timeout=300, nursery=nursery
     ) as collector:

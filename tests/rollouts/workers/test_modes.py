@@ -18,8 +18,8 @@ from flatroll.layout import split_trajectories
 from flatroll.rollouts import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from flatroll.rollouts.workers.delivery import Delivery
 from flatroll.rollouts.workers.gather import Filled
+from flatroll.rollouts.workers.on_ray.actors import Actor
 from flatroll.rollouts.workers.processes import Process, Processes
-from flatroll.rollouts.workers.ray.actors import Actor
 from flatroll.rollouts.workers.transport import Note
 from flatroll.rollouts.workers.worker import Signals, Watch
 from flatroll.sharing import Nursery, SharedWeights

@@ -1,7 +1,7 @@
 """`Transport`: starts workers, sends them requests and receives their windows.
 
 The owner's logic (`Team`, `Gatherer`, `Delivery`) works over any transport. There are two: local processes
-(`flatroll.rollouts.workers.processes`) and actors of a Ray cluster (`flatroll.rollouts.workers.ray.actors`).
+(`flatroll.rollouts.workers.processes`) and actors of a Ray cluster (`flatroll.rollouts.workers.on_ray.actors`).
 
 On the worker's side `flatroll.rollouts.workers.worker.WindowMaker` creates the collector and its windows, with
 `Signals` for cuts and heartbeats. It seeds the process's torch, NumPy and `random`, so use one per process.

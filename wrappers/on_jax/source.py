@@ -17,7 +17,7 @@ from flatroll.layout.checks import check_whole_number
 from flatroll.layout.spaces import column_name
 from flatroll.wrappers.arrays import Array, Tree, map_tree
 from flatroll.wrappers.families import Family, Request
-from flatroll.wrappers.jax.functional import FunctionalEnv, Pytree, as_functional, find_family, gym_space
+from flatroll.wrappers.on_jax.functional import FunctionalEnv, Pytree, as_functional, find_family, gym_space
 from flatroll.wrappers.source import Capabilities, Info, Seed, Step, VectorSource
 
 #: Signatures of an env's two functions, for errors.

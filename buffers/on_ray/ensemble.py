@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from flatroll.buffers.ensemble import collate_members, set_ids
-from flatroll.buffers.ray.buffer import RayReplayBuffer, Weight
+from flatroll.buffers.on_ray.buffer import RayReplayBuffer, Weight
 from flatroll.layout.checks import check_choice, check_whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import ID_BITS, TRAJ_IDS

@@ -10,9 +10,9 @@ from flatroll.layout.checks import check_whole_number
 from flatroll.rollouts.policies import as_state, copy_weights
 from flatroll.rollouts.workers.arguments import one_for_each
 from flatroll.rollouts.workers.multi_collector import MultiCollector, OnFailure
-from flatroll.rollouts.workers.ray.actors import Actors
+from flatroll.rollouts.workers.on_ray.actors import Actors
 from flatroll.sharing.block import dtype_name
-from flatroll.sharing.ray.calls import Calls, RayCalls
+from flatroll.sharing.on_ray.calls import Calls, RayCalls
 
 Device = torch.device | str | None
 

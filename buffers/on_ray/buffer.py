@@ -13,7 +13,7 @@ from flatroll.buffers.transforms.transform import Transform
 from flatroll.buffers.writers import has_priorities
 from flatroll.layout.checks import check_seed, check_whole_number
 from flatroll.layout.inspect.text import Facts
-from flatroll.sharing.ray.calls import Calls, RayCalls, attempt, pack_batches, put_named, unpack_batches
+from flatroll.sharing.on_ray.calls import Calls, RayCalls, attempt, pack_batches, put_named, unpack_batches
 from flatroll.sharing.worker import Failure, WorkerDied
 
 
@@ -217,7 +217,7 @@ class RayReplayBuffer(Facts):
         """Store packed rows with their *final* from the object store, without a copy through this process.
 
         Args:
-            rows: a reference to the result of `flatroll.sharing.ray.calls.pack_batches` for ``(batch, final)``.
+            rows: a reference to the result of `flatroll.sharing.on_ray.calls.pack_batches` for ``(batch, final)``.
             place: index of the collector's actor that made them; not used here.
 
         Returns:

@@ -29,7 +29,7 @@ from flatroll.rollouts.workers.transport import (
 )
 from flatroll.rollouts.workers.worker import Signals, WindowMaker, as_columns
 from flatroll.sharing.block import BlockColumn, dtype_name
-from flatroll.sharing.ray.calls import Calls, Packed, attempt, pack_batches, put_named, unpack_batches
+from flatroll.sharing.on_ray.calls import Calls, Packed, attempt, pack_batches, put_named, unpack_batches
 from flatroll.sharing.worker import Failure, WorkerDied
 
 _ASIDE = "aside"  # concurrency group of calls answered while collecting
