@@ -167,7 +167,7 @@ class RewardScale(TensorDictModuleBase):
         leaves_out = home.type == "cpu" or self.open_ids.device != home
 
         rewards = flat_column(reward, batch, key).double()
-        traj_ids = flat_column(require(batch, TRAJ_IDS), batch, TRAJ_IDS)
+        traj_ids = flat_column(require(batch, TRAJ_IDS), batch, TRAJ_IDS).long()
         done = marker(batch, DONE)
         is_init = optional_marker(batch, IS_INIT)
         mask = optional_marker(batch, MASK)
@@ -212,6 +212,7 @@ class RewardScale(TensorDictModuleBase):
         else:
             goes_on &= ids != _NO_ID
             ids = ids.masked_fill(~goes_on, _NO_ID)
+            returns = returns.masked_fill(~goes_on, 0)  # else unused places, which are one run, would add up
             # first those with rows in this batch, then the others, then rows after which nothing goes on
             rank = goes_on.byte() + (goes_on & counted)
             kept = rank.argsort(descending=True, stable=True)[

@@ -445,17 +445,16 @@ def _over_stream(
         if observations.final or observations.nowhere:  # otherwise no sync is needed
             _check_known(inputs, observations, true_indices(at.bootstrapped & valid))
     else:
-        if _final_tells(observations):
-            assert observations.final_row is not None
-            after = observations.final_row
-            lacking = at.bootstrapped.reshape(-1).index_fill(0, after, False)
+        used = None
+        if _final_tells(inputs, observations):
+            after, used, lacking = _rows_in_final(observations, at.bootstrapped.reshape(-1))
         else:
             after = true_indices(at.bootstrapped)
             _check_known(inputs, observations, after)
         if network is not None and network.recurrent:
             stream = Interleaved.behind(after, count)
         else:
-            stream = Appended(after, count)
+            stream = Appended(after, count, used)
             if value is not None:  # only the inserted places remain to be evaluated
                 first = count
                 known = [flat_rows(value, inputs.batch.batch_dims)]
@@ -601,15 +600,34 @@ def next_observations(
     return columns
 
 
-def _final_tells(observations: Observations) -> bool:
-    """Return whether ``final`` on a device tells which rows need a place behind the stream, without waiting.
+def _final_tells(inputs: ValueInputs, observations: Observations) -> bool:
+    """Return whether ``final`` on a device may tell which places stand behind the stream, so that nobody waits.
 
-    It also has a place for rows that terminate, whose values are not used.
+    These are more than those that are used, so their number must not matter to the network: a recurrent one would
+    carry its state over a place, and batch normalisation averages over all.
     """
     row = observations.final_row
+    network = inputs.network
     if row is None or row.device.type == "cpu" or is_tracing():
         return False
-    return observations.unknown is None and not observations.nowhere
+    if observations.unknown is not None or observations.nowhere or network is None or network.recurrent:
+        return False
+    parts = network.module.modules()
+    return not any(isinstance(part, torch.nn.modules.batchnorm._NormBase) and part.training for part in parts)
+
+
+def _rows_in_final(observations: Observations, bootstrapped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rows of ``final``, which of them are bootstrapped rows, and which of those it lacks, bool ``[N]``."""
+    row = observations.final_row
+    assert row is not None
+    count = len(bootstrapped)
+
+    after = row.clamp(0, count - 1)
+    used = (after == row) & bootstrapped[after]
+    # one place more, for what is not used
+    there = torch.zeros(count + 1, dtype=torch.bool, device=row.device)
+    there = there.index_fill_(0, torch.where(used, after, count), True)[:count]
+    return after, used, bootstrapped & ~there
 
 
 def _check_known(inputs: ValueInputs, observations: Observations, rows: Tensor) -> None:

@@ -73,6 +73,8 @@ def run_stops(ends: Tensor, position: Tensor | None = None, places: int | None =
 class Appended:
     """A stream of ``count`` rows, followed by the next observations of the rows ``after`` (int64 ``[K]``).
 
+    With ``used`` (bool ``[K]``), only these of the last places give the next value of their row.
+
     >>> stream = Appended(torch.tensor([1, 3]), count=4)
     >>> [x.tolist() for x in stream.split(torch.tensor([0.0, 1.0, 2.0, 3.0, 1.5, 3.5]))]
     [[0.0, 1.0, 2.0, 3.0], [1.0, 1.5, 3.0, 3.5]]
@@ -80,6 +82,7 @@ class Appended:
 
     after: Tensor
     count: int
+    used: Tensor | None = None
 
     @property
     def places(self) -> int:
@@ -94,7 +97,13 @@ class Appended:
         """Split the stream's values into those of rows and of next observations (arbitrary if terminated)."""
         value = values[: self.count]
         next_value = torch.cat([value[1:], value[-1:]])  # of the next row, which is right inside a run
-        return value, next_value.index_copy_(0, self.after, values[self.count :])
+        if self.used is None:
+            return value, next_value.index_copy_(0, self.after, values[self.count :])
+
+        # What is not used goes to a place behind the last row.
+        target = torch.where(self.used, self.after, self.count)
+        longer = torch.cat([next_value, next_value[-1:]])
+        return value, longer.index_copy_(0, target, values[self.count :])[: self.count]
 
 
 @dataclass(frozen=True)

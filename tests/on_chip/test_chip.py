@@ -509,6 +509,8 @@ def test_waits() -> None:
         pass
     else:
         raise AssertionError("strict")
+    with chip.watch("error"):
+        x[:0].to("cpu")  # a copy of nothing does not wait
     late = (x + 1).to("cpu", non_blocking=True)
     assert late.isnan().all()  # it has not arrived
     torch.chip.synchronize()

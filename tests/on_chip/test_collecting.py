@@ -504,6 +504,26 @@ def test_what_reads_rows_at_once_gets_finished_ones(how: str) -> None:
     assert str(found) == str(expected)
 
 
+def test_a_last_observation_without_numbers_is_waited_for() -> None:
+    """A copy of an empty tensor would not wait for the others."""
+
+    class Empty(Sim):
+        def observe(self) -> Any:
+            return {"policy": super().observe(), "z": torch.zeros(self.num_envs, 0, device=self.device)}
+
+    env = Empty(4, chip.NAME)
+    vector = env.single_observation_space
+    env.single_observation_space = spaces.Dict({"policy": vector, "z": spaces.Box(-1.0, 1.0, (0,))})
+    seen: list[bool] = []
+
+    def policy(obs: Any) -> Tensor:
+        seen.append(bool(obs["policy"].isfinite().all()))
+        return obs["policy"][:, 2].nan_to_num(0).long() % 4
+
+    next(Collector(env, policy, frames_per_batch=40, policy_device="cpu", seed=0))
+    assert all(seen) and seen
+
+
 def test_a_policy_sees_finished_observations() -> None:
     seen: list[bool] = []
 

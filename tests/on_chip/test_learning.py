@@ -7,7 +7,7 @@ import pytest
 import torch
 from chip_cases import Cases, Sim
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 
 from benchmarks.bench_gae import Data, call_of, module
@@ -289,6 +289,63 @@ def _(d: str) -> Any:
     batch = next(collector)
     gae = GAE(gamma=0.9, lmbda=0.8, value_network=value, shifted=True)
     return gae(batch, final=collector.final)["advantage"]
+
+
+def stream_of_six(device: str, *, final_rows: list[int]) -> tuple[TensorDict, TensorDict]:
+    """A compact run of six rows, and a final with the observations 30, 31, ... for these rows."""
+    done = torch.zeros(6, 1, dtype=torch.bool)
+    columns = {
+        "observation": torch.arange(6.0)[:, None],
+        "is_init": torch.arange(6)[:, None] == 0,
+        "next": {"reward": torch.ones(6, 1), "done": done, "terminated": done},
+    }
+    after = 30 + torch.arange(float(len(final_rows)))[:, None]
+    final = {"row": torch.tensor(final_rows), "next": {"observation": after}}
+    return TensorDict(columns, [6]).to(device), TensorDict(final, [len(final_rows)]).to(device)
+
+
+def add_finals() -> None:
+    """Cases of a ``final`` that holds more than the ends of runs."""
+    for name, rows in {"inside a run": [2, 5], "behind the batch": [5, 9], "of both": [1, 5, 7, 8]}.items():
+        for kind in ("plain", "batch norm", "gru"):
+
+            @CASES.add(f"final rows {name}, {kind}", drives="GAE", close=True)
+            def _(d: str, rows: list[int] = rows, kind: str = kind) -> Any:
+                batch, final = stream_of_six(d, final_rows=rows)
+                module: Any = TensorDictModule(nn.Linear(1, 1), ["observation"], ["state_value"])
+                if kind == "batch norm":
+                    layers = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+                    module = TensorDictModule(layers, ["observation"], ["state_value"])
+                if kind == "gru":
+                    gru = GRUModule(1, 4, in_key="observation", out_key="features", state="zero")
+                    module = TensorDictSequential(
+                        gru, TensorDictModule(nn.Linear(4, 1), ["features"], ["state_value"])
+                    )
+                gae = GAE(gamma=0.9, lmbda=0.8, value_network=module.to(d), shifted=True)
+                return gae(batch, final=final)["value_target"]
+
+
+add_finals()
+
+
+@CASES.add("RewardScale of padded rows", drives="RewardScale", close=True)
+def _(d: str) -> Any:
+    scale = RewardScale(gamma=0.9).to(d)
+    for turn in range(3):
+        columns = {
+            "collector": {
+                "traj_ids": torch.tensor([0, 0, 1, turn + 2], dtype=torch.int32),
+                "mask": torch.tensor([True, True, False, True]),
+            },
+            "next": {
+                "reward": torch.ones(4, 1),
+                "done": torch.tensor([[False], [turn == 1], [False], [True]]),
+            },
+        }
+        scale.update(TensorDict(columns, [4]).to(d))
+    used = scale.open_ids.cpu() > -(2**62)
+    unused = scale.open_returns.cpu()[~used]
+    return scale.statistics.mean, scale.statistics.var, scale.open_ids.cpu()[used], bool((unused == 0).all())
 
 
 @CASES.parametrized

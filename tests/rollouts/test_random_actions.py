@@ -1,5 +1,8 @@
 """Random actions, their first rows, and seeds."""
 
+import gc
+import pickle
+
 import gymnasium as gym
 import pytest
 import torch
@@ -93,3 +96,20 @@ def test_a_random_policy_of_its_own():
         RandomPolicy()(TensorDict({}, [4]))
     with pytest.raises(TypeError, match="action_spec must be a gymnasium space, got int"):
         RandomPolicy(3)
+
+
+def test_a_pickled_policy_draws_legal_actions_of_each_part() -> None:
+    """What is kept for a part of the space must belong to it in another process, too."""
+    names = "abcdefghijkl"
+    space = spaces.Dict({name: spaces.Discrete(3, start=10 * i) for i, name in enumerate(names)})
+    masks = {"action_mask": {name: torch.ones(4, 3, dtype=torch.bool) for name in names}}
+    for _ in range(10):
+        policy = RandomPolicy(space)
+        policy(TensorDict(masks, [4]))
+        packed = pickle.dumps(policy)
+        del policy
+        gc.collect()
+
+        action = pickle.loads(packed)(TensorDict(masks, [4]))["action"]
+        for i, name in enumerate(names):
+            assert ((action[name] >= 10 * i) & (action[name] < 10 * i + 3)).all()

@@ -61,7 +61,9 @@ def download(tensors: Sequence[Tensor]) -> list[Tensor]:
     >>> download([torch.arange(2), torch.zeros(1)])
     [tensor([0, 1]), tensor([0.])]
     """
-    last = {tensor.device: number for number, tensor in enumerate(tensors)}
+    # A copy of nothing does not wait.
+    last = {tensor.device: number for number, tensor in enumerate(tensors) if tensor.numel()}
     return [
-        tensor.to(CPU, non_blocking=last[tensor.device] != number) for number, tensor in enumerate(tensors)
+        tensor.to(CPU, non_blocking=last.get(tensor.device) != number)
+        for number, tensor in enumerate(tensors)
     ]

@@ -116,8 +116,8 @@ class RandomActions:
         self._steps: list[Any] = []
         self._used = _CHUNK
         self._ignored: set[tuple[int, ...]] = set()  # shapes of masks that do not fit, named in a warning
-        # The first options of parts of the space on the generator's device, by the id of the part.
-        self._firsts: dict[int, torch.Tensor] = {}
+        # The first options of parts of the space on the generator's device, by their bytes: uploaded once.
+        self._firsts: dict[bytes, torch.Tensor] = {}
 
     def seed(self, seed: int) -> None:
         """Restart the draws from this seed."""
@@ -196,10 +196,11 @@ class RandomActions:
             drawn_at = draw_masked(combinations, torch.Size(), self.generator)
             picks = list(torch.unravel_index(drawn_at, counts))
 
-        first = self._firsts.get(id(space))
+        numbers = first_options(space)
+        first = self._firsts.get(numbers.tobytes())
         if first is None:
-            first = torch.from_numpy(first_options(space)).to(self.generator.device)
-            self._firsts[id(space)] = first
+            first = torch.from_numpy(numbers).to(self.generator.device)
+            self._firsts[numbers.tobytes()] = first
         legal = (torch.stack(picks, -1) + first).view(drawn.shape)
         return legal.to(drawn.device, drawn.dtype)
 

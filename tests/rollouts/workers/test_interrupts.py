@@ -87,7 +87,7 @@ def test_in_each_step_of_a_batch_from_actors(sync: bool, place: str, monkeypatch
         if place in ("get", "wait"):
             monkeypatch.setattr(fake, place, pressed(getattr(fake, place)))
         module = {
-            "unpack": "actors.unpack_batches",
+            "unpack": "on_ray.actors.unpack_batches",
             "join": "delivery._join_tables",
             "batch": "delivery.nest",
         }.get(place)
