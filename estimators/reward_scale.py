@@ -215,9 +215,8 @@ class RewardScale(TensorDictModuleBase):
             returns = returns.masked_fill(~goes_on, 0)  # else unused places, which are one run, would add up
             # first those with rows in this batch, then the others, then rows after which nothing goes on
             rank = goes_on.byte() + (goes_on & counted)
-            kept = rank.argsort(descending=True, stable=True)[
-                : max(_PLACES, len(self.open_ids), len(rewards))
-            ]
+            places = max(_PLACES, len(self.open_ids), len(rewards))
+            kept = rank.argsort(descending=True, stable=True)[:places]
 
         # together: an interrupt must not come between
         self.open_ids, self.open_returns = (

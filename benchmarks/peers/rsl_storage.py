@@ -4,7 +4,7 @@ All three step the same simulator with networks of the same sizes, estimate adva
 shuffled, in four minibatches. rsl_rl's side calls its storage as its runner and its PPO do.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,19 +84,16 @@ def with_rsl_rl(envs: int, device: str) -> Loop:
     from rsl_rl.storage import RolloutStorage
 
     env, policy = Simulator(envs, device=device), Policy(device)
-    shown = {"obs": env.reset()[0]}
-
-    def observe() -> TensorDict:
-        return TensorDict({"obs": env.shown}, [envs])
-
-    storage: Any = RolloutStorage("rl", envs, STEPS, TensorDict(shown, [envs]), [ACTION], device)
+    env.reset()
+    shown = TensorDict({"obs": env.shown}, [envs])  # the simulator writes into the same memory
+    storage: Any = RolloutStorage("rl", envs, STEPS, shown, [ACTION], device)
 
     @torch.no_grad()
     def run() -> object:
         storage.clear()
         for _ in range(STEPS):
             row = RolloutStorage.Transition()
-            row.observations = observe().clone()
+            row.observations = shown.clone()
             row.actions, row.actions_log_prob, mean, deviation, row.values = policy(env.shown)
             row.distribution_params = (mean, deviation)
             _, reward, terminated, truncated, _ = env.step(row.actions)
@@ -131,17 +128,15 @@ def by_hand(envs: int, device: str) -> Loop:
             columns["obs"][step] = env.shown
             action, log_prob, mean, _, value = policy(env.shown)
             _, reward, terminated, truncated, _ = env.step(action)
-            given: Iterator[tuple[str, Tensor]] = iter(
-                {
-                    "action": action,
-                    "log_prob": log_prob[:, None],
-                    "mean": mean,
-                    "value": value,
-                    "reward": (reward + GAMMA * value.squeeze(1) * truncated)[:, None],
-                    "done": (terminated | truncated)[:, None],
-                }.items()
-            )
-            for name, column in given:
+            given = {
+                "action": action,
+                "log_prob": log_prob[:, None],
+                "mean": mean,
+                "value": value,
+                "reward": (reward + GAMMA * value.squeeze(1) * truncated)[:, None],
+                "done": (terminated | truncated)[:, None],
+            }
+            for name, column in given.items():
                 columns[name][step] = column
         found = advantages(columns["value"], policy.value(env.shown), columns["reward"], columns["done"])
         flat = [column.flatten(0, 1) for column in (*columns.values(), *found)]

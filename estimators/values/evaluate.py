@@ -469,12 +469,10 @@ def _over_stream(
     now = now.reshape(shape)
     next_value = next_value.reshape(shape)
 
-    if (
-        lacking is not None
-    ):  # instead of the error of `_check_known`, for which the device would be waited for
-        next_value = torch.where(
-            broadcast_like(lacking.view(at.ends.shape), next_value), torch.nan, next_value
-        )
+    if lacking is not None:
+        # Instead of the error of `_check_known`, for which the device would be waited for.
+        lost = broadcast_like(lacking.view(at.ends.shape), next_value)
+        next_value = torch.where(lost, torch.nan, next_value)
     if valid is not None:  # a row without a place has the value of another row
         now = torch.where(broadcast_like(valid, now), now, 0.0)
     if value is not None:

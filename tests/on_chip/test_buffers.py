@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from chip_cases import Cases, Sim
+from chip_cases import Cases, Sim, rows
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -68,12 +68,6 @@ from flatroll.wrappers import NextObservationDelta as DeltaRows
 from flatroll.wrappers import as_vector_env
 
 CASES = Cases()
-
-
-def rows(device: str, steps: int = 12) -> TensorDict:
-    """Rows of a simulator on the device."""
-    env = as_vector_env(Sim(4, device))
-    return rollout(env, lambda obs: obs[:, 2].long() % 4, num_steps=steps, seed=0)
 
 
 def filled(device: str, buffer: Any, *, batches: int = 3, compact: bool = False) -> Any:

@@ -5,20 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from chip_cases import Cases, Sim
+from chip_cases import Cases, Sim, rows
 from tensordict import TensorDict
 
 from flatroll import export, layout, specs, text
-from flatroll.rollouts import rollout
-from flatroll.wrappers import as_vector_env
 
 CASES = Cases()
-
-
-def rows(device: str, steps: int = 12) -> TensorDict:
-    """Rows of a simulator on the device."""
-    env = as_vector_env(Sim(4, device))
-    return rollout(env, lambda obs: obs[:, 2].long() % 4, num_steps=steps, seed=0)
 
 
 @CASES.add("boundaries", drives="run_ends run_starts mark_cuts split_trajectories join step_mdp")

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
+
+from flatroll.rollouts import rollout
+from flatroll.wrappers import as_vector_env
 
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}
 EQUAL = {"rtol": 0.0, "atol": 0.0}
@@ -191,3 +194,9 @@ class Sim:
             self.ended = self.ended | ended
             info = self.infos()
         return self.observe(), reward, terminated, truncated, info
+
+
+def rows(device: str, steps: int = 12) -> TensorDict:
+    """Rows of a simulator on the device."""
+    env = as_vector_env(Sim(4, device))
+    return rollout(env, lambda obs: obs[:, 2].long() % 4, num_steps=steps, seed=0)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from flatroll.layout.checks import check_device
+from flatroll.layout.transfers import upload
 
 #: Number of rows converted to float64 at a time: larger batches are merged from parts.
 _PART = 2**16
@@ -107,9 +108,8 @@ class Moments(nn.Module):
     def _count(self, fresh: tuple[Tensor, ...]) -> None:
         """Merge count, mean and variance into the buffers."""
         self.unlearned = 0
-        to = self.count.device
-        with torch.no_grad():  # a copy to a device may be asynchronous, one from it may not
-            moved = tuple(x.to(to, non_blocking=to.type != "cpu") for x in fresh)
+        with torch.no_grad():
+            moved = tuple(upload(x, self.count.device) for x in fresh)
             own = (self.count, self.mean, self.var)
             for buffer, value in zip(own, _merge(own, moved), strict=True):
                 buffer.copy_(value)

@@ -31,28 +31,6 @@ def upload(tensor: Tensor, device: torch.device, *, held: bool = False) -> Tenso
     return tensor.to(device, non_blocking=held or not tensor.is_pinned())
 
 
-def move_batch(batch: TensorDict, device: torch.device, *, wait: bool = True) -> TensorDict:
-    """Return a batch on a device: not waited for on the way to it, waited for once on the way to the CPU.
-
-    Args:
-        batch: stays as it is.
-        device: where its entries go.
-        wait: whether entries are ready when they arrive on the CPU. Default True.
-
-    >>> move_batch(TensorDict({"x": torch.zeros(2)}, [2]), torch.device("cpu")).device
-    device(type='cpu')
-    """
-    columns: dict[NestedKey, Tensor] = dict(batch.items(True, True))
-    tensors = list(columns.values())
-    if device.type != "cpu":
-        tensors = [upload(tensor, device) for tensor in tensors]
-    elif wait:
-        tensors = download(tensors)
-    else:
-        tensors = [tensor.to(device, non_blocking=True) for tensor in tensors]
-    return nest(dict(zip(columns, tensors, strict=True)), *batch.batch_size, device=device)
-
-
 def download(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors on the CPU, and wait for each device once.
 
@@ -67,3 +45,39 @@ def download(tensors: Sequence[Tensor]) -> list[Tensor]:
         tensor.to(CPU, non_blocking=last.get(tensor.device) != number)
         for number, tensor in enumerate(tensors)
     ]
+
+
+def move(tensors: Sequence[Tensor], device: torch.device, *, held: bool = False) -> list[Tensor]:
+    """Return tensors on a device: not waited for on the way to it, waited for once on the way to the CPU.
+
+    Args:
+        tensors: may lie on several devices.
+        device: where they go.
+        held: see `upload`.
+
+    >>> move([torch.arange(2)], torch.device("cpu"))
+    [tensor([0, 1])]
+    """
+    if device.type == "cpu":
+        return download(tensors)
+    return [upload(tensor, device, held=held) for tensor in tensors]
+
+
+def move_batch(batch: TensorDict, device: torch.device, *, wait: bool = True) -> TensorDict:
+    """Return a batch on a device: not waited for on the way to it, waited for once on the way to the CPU.
+
+    Args:
+        batch: stays as it is.
+        device: where its entries go.
+        wait: whether entries are ready when they arrive on the CPU. Default True.
+
+    >>> move_batch(TensorDict({"x": torch.zeros(2)}, [2]), torch.device("cpu")).device
+    device(type='cpu')
+    """
+    columns: dict[NestedKey, Tensor] = dict(batch.items(True, True))
+    tensors = list(columns.values())
+    if wait or device.type != "cpu":
+        tensors = move(tensors, device)
+    else:
+        tensors = [tensor.to(device, non_blocking=True) for tensor in tensors]
+    return nest(dict(zip(columns, tensors, strict=True)), *batch.batch_size, device=device)

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from threading import RLock
-from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar, cast
+from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar
 
 import torch
 from gymnasium import spaces
@@ -22,7 +22,7 @@ from flatroll.layout.tensordict_seam import (
     get_entry,
     nest,
 )
-from flatroll.layout.transfers import download, upload
+from flatroll.layout.transfers import move
 from flatroll.rollouts.arguments import Devices
 from flatroll.wrappers.arrays import Array, Tree, map_tree, to_torch
 from flatroll.wrappers.markers import recurrent_states
@@ -97,7 +97,7 @@ def as_function_of_obs(
         if devices.policy is not None:
             leaves: list[Tensor] = []
             map_tree(leaves.append, (obs, given))
-            moved = iter(_copy_to(devices.policy, leaves))
+            moved = iter(move(leaves, devices.policy))
             obs, given = map_tree(lambda _: next(moved), (obs, given))
 
         try:
@@ -196,7 +196,7 @@ class ModulePolicy:
 
         if self._devices.policy is not None:
             # The columns change only after this call, which waits for the action if it is on a device.
-            moved = _copy_to(self._devices.policy, list(columns.values()), held=True)
+            moved = move(list(columns.values()), self._devices.policy, held=True)
             columns = dict(zip(columns, moved, strict=True))
         data = nest(columns, self._num_envs)
 
@@ -243,16 +243,18 @@ class ModulePolicy:
         self, action: Tensor | TensorDictBase, written: Columns
     ) -> tuple[Tensor | TensorDictBase, Columns]:
         """Return the action and the other columns on the env's device; a device is waited for once."""
-        parts: Columns = {ACTION: cast(Tensor, action)}
+        parts: Columns
         if isinstance(action, TensorDictBase):
             parts = dict(action.items(True, True))
+        else:
+            parts = {ACTION: action}
 
         home = self._devices.env
         leaves = [*written.values(), *parts.values()]
         if all(leaf.device == home for leaf in leaves):
             return action, written
 
-        moved = iter(_copy_to(home, leaves))
+        moved = iter(move(leaves, home))
         written = {key: next(moved) for key in written}
         parts = {key: next(moved) for key in parts}
         if isinstance(action, TensorDictBase):
@@ -278,16 +280,6 @@ class ModulePolicy:
         for key in self.defaults:
             written[key] = made[key]
         return made[ACTION], written
-
-
-def _copy_to(device: torch.device, tensors: list[Tensor], *, held: bool = False) -> list[Tensor]:
-    """Return tensors on a device: not waited for on the way to it, waited for once on the way to the CPU.
-
-    ``held`` is that of `upload`.
-    """
-    if device.type == "cpu":
-        return download(tensors)
-    return [upload(tensor, device, held=held) for tensor in tensors]
 
 
 def copy_weights(policy: object, weights: Weights) -> None:

@@ -37,6 +37,7 @@ from flatroll.layout.keys import (
     next_key,
 )
 from flatroll.layout.tensordict_seam import nest
+from flatroll.layout.transfers import upload
 from flatroll.rollouts.batch_columns import DEAD, ColumnKeys
 from flatroll.wrappers.arrays import Array, select, to_torch
 
@@ -308,7 +309,7 @@ class Window:
         if not keys.has_ids and self.num_envs > 1:
             # Without ids, nothing else separates a continuing row from the cut row of another env before it.
             starts = torch.from_numpy(np.diff(rows.host_cells % self.num_envs, prepend=-1) != 0)
-            columns[keys.init] |= starts.to(self._device, non_blocking=True).unsqueeze(-1)
+            columns[keys.init] |= upload(starts, self._device).unsqueeze(-1)
 
         next_obs = self._gather_next(rows, columns)
 
@@ -492,7 +493,7 @@ class _RowGatherer:
     @cached_property
     def cells(self) -> Tensor:
         """The same on the window's device."""
-        return torch.from_numpy(self.host_cells).to(self._window._device, non_blocking=True)
+        return upload(torch.from_numpy(self.host_cells), self._window._device)
 
     def of(self, key: NestedKey, after: int = 0) -> Tensor:
         """Return a column's values, ``after`` steps later, as a tensor ``[N, ...]`` that the batch may own."""
