@@ -4,6 +4,8 @@ import copy
 import gc
 import pickle
 import threading
+import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -227,10 +229,25 @@ def test_a_write_does_not_wait_for_transforms() -> None:
     reader = threading.Thread(target=buffer.sample)
     reader.start()
     assert entered.wait(600)
-    buffer.extend(rows(50, 10))  # the thread holds one sample; the next one has not begun to be read
+    wait_until(partial(waits_for_a_thread, buffer))
+
+    # The thread holds one sample; the next one is drawn, and nobody reads its rows yet.
+    buffer.extend(rows(50, 10))
     go.set()
     reader.join(600)
     assert not reader.is_alive() and int(buffer.sample()["n"].max()) < 50
+
+
+def waits_for_a_thread(buffer: ReplayBuffer) -> bool:
+    """Return whether the newest sample made ahead is drawn and queued, and no thread has taken it."""
+    assert buffer._prefetcher is not None
+    queue = list(buffer._prefetcher._queue)
+    return bool(queue) and not queue[-1][0].running()
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    while not true():
+        time.sleep(0.001)
 
 
 def test_a_failed_or_forgotten_sample_holds_up_no_write() -> None:
