@@ -9,7 +9,8 @@ from torch import Tensor
 
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.samplers.sampler import Sampler
-from flatroll.buffers.storages.storage import Storage, StorageOwner
+from flatroll.buffers.storages.access import StorageOwner
+from flatroll.buffers.storages.storage import Storage
 from flatroll.buffers.transforms.transform import TransformLike
 from flatroll.buffers.writers import Writer
 

@@ -300,6 +300,7 @@ class ReplayBuffer(Facts):
                     # Only after the checks: an error leaves the buffer unchanged.
                     self._own_parts()
                     self.storage.use_ring(ring, self._unshareable_part(ring), first=True)
+                    self.storage.belong_to(self)
                     with self.lock:
                         self.ring = ring
                         self.started = True
@@ -893,6 +894,7 @@ class ReplayBuffer(Facts):
                         self._count_by(self.writer.ring(ring.capacity, keys is not None))
                     self.storage.load_state_dict(state["storage"])
                     self.storage.use_ring(ring, self._unshareable_part(ring), first)
+                    self.storage.belong_to(self)
                     markers = None if keys is None else BoundaryKeys.from_plain(keys)
                     self.ring, self.markers = ring, markers  # together: an interrupt must not come between
                     self.started = True
@@ -1271,6 +1273,7 @@ class ReplayBuffer(Facts):
         # Step writers that may hold waiting steps.
         self.step_writers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.storage.attach(self)
+        self.storage.belong_to(self)
 
     def note_failure(self, tell: Callable[[], Any]) -> None:
         """Make the next use of the buffer call this function, which raises the error of a writing thread."""

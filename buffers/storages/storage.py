@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,14 +17,13 @@ from torch import Tensor
 from flatroll.buffers.columns.column import After, Column, Columns
 from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
+from flatroll.buffers.storages.access import Access, StorageOwner, ThroughBuffer, WithoutBuffer
 from flatroll.buffers.storages.item_kinds import Structure, leaves, one_row
-from flatroll.buffers.storages.positions import in_shape, slots_at, time_first
+from flatroll.buffers.storages.positions import time_first
 from flatroll.layout.checks import check_whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import NestedKey
 from flatroll.layout.tensordict_seam import nest
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True)  # not frozen: one is made for every batch, and freezing costs 1 µs
@@ -68,47 +67,12 @@ class Links:
         return After(torch.from_numpy(firsts[at]), torch.from_numpy(self.slots[at]))
 
 
-@runtime_checkable
-class StorageOwner(Protocol):
-    """The part of `flatroll.buffers.Buffer` that a storage uses of the buffer it belongs to.
-
-    Attributes:
-        ring: counts the rows and names their slots; another object after ``empty`` and ``load_state_dict``.
-        started: whether the buffer has written rows to the storage.
-        lock: protects ``ring`` and what follows it; held for microseconds.
-        write_lock: admits one writer at a time; taken before ``lock``.
-    """
-
-    ring: Ring
-    started: bool
-    lock: threading.Lock
-    write_lock: AbstractContextManager[Any]
-
-    def __len__(self) -> int: ...
-
-    def enter_process(self) -> None:
-        """Get ready in this process, to which the buffer may have come by ``fork``."""
-        ...
-
-    def overwrite(self, index: Any, data: Any) -> None:
-        """Write ``data``, a batch of the shape of ``index``, over stored rows, without the transforms' ``inv``."""
-        ...
-
-    def read_drawn(
-        self, ring: Ring, draw: Draw, draw_again: Callable[[Ring], Draw], read: Callable[[Ring, Draw], T]
-    ) -> tuple[Draw, T]:
-        """Return ``read(ring, draw)``, called without a lock, and the draw that it belongs to.
-
-        If another thread overwrote one of the rows meanwhile, ``draw_again(ring)`` draws others, under the lock.
-        """
-        ...
-
-
 class Storage(Facts, ABC):
     """Base class of storages: ``max_size`` slots, written and read by position.
 
-    A storage belongs to one buffer, which tracks the order of the rows and which are readable. Without a buffer it is
-    a container by position: ``storage[i]``, ``storage[i] = item``, ``len(storage)``, iteration.
+    A storage serves one buffer, which gives itself to it, and tracks the order of the rows and which are readable.
+    Rows are also reached by position: ``storage[i]``, ``storage[i] = item``, ``len(storage)``, iteration (`Access`);
+    through the buffer, or without one.
 
     Args:
         max_size: number of slots.
@@ -151,8 +115,9 @@ class Storage(Facts, ABC):
         self.columns: dict[NestedKey, Column] = {}
         self.not_compared: set[NestedKey] = set()
 
-        self._attached: list[weakref.ref[Any]] = []
-        self._alone: Ring | None = None  # counts the rows if no buffer does
+        self._buffer: weakref.ref[StorageOwner] | None = None
+        self._alone: Access = WithoutBuffer()  # reaches the rows while no buffer does
+        self._observers: list[weakref.ref[Any]] = []
 
     def _facts(self) -> dict[str, str]:
         """What `repr` shows: the room it has, and the options that are switched on."""
@@ -161,13 +126,16 @@ class Storage(Facts, ABC):
 
     # -- rows by position ------------------------------------------------------------------------------------------
 
+    @property
+    def _access(self) -> Access:
+        """How rows are reached by position: through the buffer while there is one."""
+        owner = self.owner
+        if owner is None:
+            return self._alone
+        return ThroughBuffer(owner)
+
     def __len__(self) -> int:
-        owner = self._owner
-        if owner is not None:
-            return len(owner)
-        if self._alone is None:
-            return 0
-        return len(self._alone)
+        return self._access.count()
 
     def __bool__(self) -> bool:
         return True  # even if it is empty
@@ -192,40 +160,7 @@ class Storage(Facts, ABC):
         Raises:
             IndexError: no row is stored there.
         """
-        owner = self._owner
-        if owner is None:
-            if self._alone is None and any(reference() is None for reference in self._attached):
-                raise RuntimeError(
-                    "the storage's buffer, which knew the order of its rows, was deleted: keep a reference to it"
-                )
-
-            counter = Ring(1) if self._alone is None else self._alone
-            slots = slots_at(index, counter, self.lanes)
-            rows = slots.reshape(-1)
-            values = self.read_rows(rows)
-        else:
-            owner.enter_process()
-            slots = slots_at(index, owner.ring, self.lanes)
-            drawn = slots.reshape(-1)
-            strict = not isinstance(index, slice)
-
-            def draw_again(ring: Ring) -> Draw:
-                return ring.draw_slots(drawn, strict, self.compact_obs)
-
-            with owner.lock:
-                ring = owner.ring
-                draw = draw_again(ring)
-            draw, values = owner.read_drawn(
-                ring, draw, draw_again, lambda _, draw: self.read_rows(draw.slots, draw.follow)
-            )
-            rows = draw.slots
-
-        if isinstance(values, list):
-            if slots.ndim:
-                return values
-            return values[0]
-
-        return in_shape(self.build(values, rows.shape), slots, len(rows), self.lanes)
+        return self._access.get(self, index)
 
     def set(self, index: object, data: object) -> None:
         """Write ``data`` over the rows at ``index``, as ``buffer[index] = data`` does without the transforms' ``inv``.
@@ -240,55 +175,17 @@ class Storage(Facts, ABC):
             IndexError: a position that holds no row and is none of the next ones.
             RuntimeError: new rows for a storage with ``ndim`` > 1 or ``compact_obs``, which a buffer must write.
         """
-        owner = self._owner
         if isinstance(index, range):
             index = list(index)
         if isinstance(data, range):
             data = list(data)
 
-        if owner is not None:
-            owner.overwrite(index, data)
-        else:
-            self._set_alone(index, data)
+        self._access.set(self, index, data)
 
-        for reference in self._attached:
+        for reference in self._observers:
             mark = getattr(reference(), "mark_update", None)
             if mark is not None:
                 mark(index)
-
-    def _set_alone(self, index: object, data: object) -> None:
-        """Write rows of a storage without a buffer."""
-        if self.ndim > 1 or self.compact_obs:
-            raise RuntimeError(
-                "a storage with ndim > 1 or compact_obs=True can be written only by a ReplayBuffer"
-            )
-
-        ring = self._alone or Ring(self.max_size)
-        if isinstance(index, slice):
-            slots = torch.arange(self.max_size)[index]
-        else:
-            slots = torch.as_tensor(index, device="cpu")
-        if slots.dtype is torch.bool:
-            slots = slots.nonzero().squeeze(1)
-        if not slots.ndim:
-            data = self.batch_of_one(data)
-
-        rows = self.prepare(data, None, None)
-        slots = slots.reshape(-1)
-        if len(slots) != rows.count:
-            raise ValueError(f"index has {len(slots)} positions, data {rows.count} rows")
-
-        new = torch.from_numpy(np.unique(slots[slots >= len(ring)].numpy()))  # sorted
-        expected = torch.arange(len(ring), len(ring) + len(new))
-        if bool((slots < 0).any()) or not torch.equal(new, expected) or len(ring) + len(new) > self.max_size:
-            raise IndexError(
-                f"positions must be those of the {len(ring)} stored rows or follow them without a gap, below "
-                f"max_size={self.max_size}, got {slots.tolist()}"
-            )
-
-        self.put(slots, rows)
-        ring.publish(len(new))
-        self._alone = ring
 
     def batch_of_one(self, item: object) -> Any:
         """Return a batch of one item, for :meth:`prepare`."""
@@ -303,18 +200,41 @@ class Storage(Facts, ABC):
 
         A `ReplayBuffer` attaches itself to its storage. The object is not kept alive.
         """
-        if all(reference() is not buffer for reference in self._attached):
-            self._attached.append(weakref.ref(buffer))
-
-    @property
-    def _owner(self) -> StorageOwner | None:
-        """The replay buffer of this storage (of several, the one that has written), or None."""
-        entities = (reference() for reference in self._attached)
-        owners = (entity for entity in entities if isinstance(entity, StorageOwner))
-        return max(owners, key=lambda owner: owner.started, default=None)
+        if all(reference() is not buffer for reference in self._observers):
+            self._observers.append(weakref.ref(buffer))
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_attached": []}  # the copy of a buffer attaches itself
+        # The copy of a buffer gives itself to the copy of its storage.
+        return self.__dict__ | {"_observers": [], "_buffer": None}
+
+    # -- the buffer it belongs to ----------------------------------------------------------------------------------
+
+    def belong_to(self, buffer: StorageOwner) -> None:
+        """Take ``buffer`` as the owner of the rows, unless another one, which is alive, has written some."""
+        owner = self.owner
+        if owner is None or not owner.started:
+            self._buffer = weakref.ref(buffer)
+
+    @property
+    def owner(self) -> StorageOwner | None:
+        """The buffer that this storage belongs to, or None."""
+        if self._buffer is None:
+            return None
+        return self._buffer()
+
+    @property
+    def had_buffer(self) -> bool:
+        """Whether the storage belonged to a buffer, which was deleted."""
+        return self._buffer is not None and self._buffer() is None
+
+    def check_free(self) -> None:
+        """Raise ValueError if a buffer, which is alive, writes to this storage, or `set` has."""
+        owner = self.owner
+        if self._alone.count() or (owner is not None and owner.started):
+            raise ValueError(
+                f"the storage already belongs to another buffer, or storage.set wrote to it: make one "
+                f"{type(self).__name__} per buffer; buffer.extend(other.oldest_first()) copies rows"
+            )
 
     # -- for the buffer --------------------------------------------------------------------------------------------
 
@@ -378,12 +298,8 @@ class Storage(Facts, ABC):
             ValueError: another buffer, which is alive, writes to this storage, or `set` has; both would write the
                 same slots.
         """
-        owner = self._owner
-        if first and (self._alone or (owner is not None and owner.started)):
-            raise ValueError(
-                f"the storage already belongs to another buffer, or storage.set wrote to it: make one "
-                f"{type(self).__name__} per buffer; buffer.extend(other.oldest_first()) copies rows"
-            )
+        if first:
+            self.check_free()
 
     def reattach(self, ring: Ring) -> None:
         """Connect an unpickled ``ring`` to the original's counters, if processes share the rows."""

@@ -16,10 +16,11 @@ from flatroll.buffers.columns.frame_stack import FrameColumn, check_stack
 from flatroll.buffers.columns.sparse import SparseColumn
 from flatroll.buffers.columns.zstd import ZstdColumn
 from flatroll.buffers.index.fragments import BoundaryKeys
+from flatroll.buffers.storages.access import Access, WithoutBuffer
 from flatroll.buffers.storages.column_storage import ColumnStorage
 from flatroll.buffers.storages.free_space import check_memory
 from flatroll.buffers.storages.item_kinds import Structure, as_tensor, map_rows
-from flatroll.buffers.storages.storage import Rows
+from flatroll.buffers.storages.storage import Rows, Storage
 from flatroll.kernels.rows.host_memory import host_memory
 from flatroll.layout.checks import check_choice, check_key_names, check_whole_number
 from flatroll.layout.keys import NestedKey, as_tuple, next_key, plain_key
@@ -268,37 +269,16 @@ class TensorStorage(ColumnStorage):
                 raise ValueError(f"storage's {key!r} is on {column.device}, expected {self.device}")
         self.lanes = first.shape[1:ndim]
 
-        # The caller's data, cut to whole steps of all lanes; None once a buffer has made columns of it.
+        # Until a buffer makes columns of it, the caller's data is read as it is, cut to whole steps of all lanes.
         steps = self.capacity // self.lanes.numel()
         whole_steps = map_rows(storage, lambda leaf: as_tensor(leaf)[:steps])
-        self._given: Any = pytree.tree_map(_copy_shared_rows, whole_steps)
+        self._alone = GivenRows(pytree.tree_map(_copy_shared_rows, whole_steps), self.capacity)
         self._first_columns: dict[NestedKey, Tensor] = {}
 
     @override
-    def __len__(self) -> int:
-        if self._given is None:
-            return super().__len__()
-        return self.capacity
-
-    @override
-    def get(self, index: Any) -> Any:
-        if self._given is None:
-            return super().get(index)
-        return map_rows(self._given, lambda leaf: leaf[index].clone())
-
-    @override
-    def _set_alone(self, index: Any, data: object) -> None:
-        if isinstance(self._given, TensorDictBase):
-            self._given[index] = data
-        elif self._given is None:
-            super()._set_alone(index, data)
-        else:
-            for column, values in zip(pytree.tree_leaves(self._given), pytree.tree_leaves(data), strict=True):
-                column[index] = as_tensor(values)
-
-    @override
     def fill(self, write: Callable[[Any, None], Any]) -> None:
-        if self._given is None:
+        given = self._alone
+        if not isinstance(given, GivenRows):
             return
 
         def flat(leaf: Any) -> Any:
@@ -308,7 +288,7 @@ class TensorStorage(ColumnStorage):
 
         self.filling = True
         try:
-            write(map_rows(self._given, flat), None)
+            write(map_rows(given.data, flat), None)
         finally:
             self.filling = False
 
@@ -324,12 +304,42 @@ class TensorStorage(ColumnStorage):
         rows = super().prepare(batch, final, keys)
 
         self._first_columns = {}
-        self._given = None
+        self._alone = WithoutBuffer()
         return rows
 
     @override
     def _allocate(self, like: RowForm) -> dict[NestedKey, Column]:
         return {key: TensorColumn(self._first_columns[key]) for key in like}
+
+
+class GivenRows(Access):
+    """Access to the ``rows`` rows of tensors that no buffer has made columns of.
+
+    Args:
+        data: a tensordict, a tensor or a tree of tensors.
+        rows: number of rows of all lanes.
+    """
+
+    def __init__(self, data: Any, rows: int) -> None:
+        self.data = data
+        self.rows = rows
+
+    @override
+    def count(self) -> int:
+        return self.rows
+
+    @override
+    def get(self, storage: Storage, index: Any) -> Any:
+        return map_rows(self.data, lambda leaf: leaf[index].clone())
+
+    @override
+    def set(self, storage: Storage, index: Any, data: object) -> None:
+        if isinstance(self.data, TensorDictBase):
+            self.data[index] = data
+            return
+
+        for column, values in zip(pytree.tree_leaves(self.data), pytree.tree_leaves(data), strict=True):
+            column[index] = as_tensor(values)
 
 
 def _copy_shared_rows(leaf: Any) -> Any:

@@ -30,7 +30,7 @@ from flatroll.buffers.storages.disk.log import FlushRule, RowLog
 from flatroll.buffers.storages.disk.pieces import Piece
 from flatroll.buffers.storages.item_kinds import TensorDicts
 from flatroll.buffers.storages.next_pool import NextPool
-from flatroll.buffers.storages.storage import Links, Rows, Storage
+from flatroll.buffers.storages.storage import Links, Rows
 from flatroll.buffers.storages.tensors import Encodings
 from flatroll.disk import Folder, LoadedVersion, Ragged, Segment, Version, column_name
 from flatroll.disk.segments import MOST_ROWS
@@ -355,7 +355,7 @@ class DiskStorage(ColumnStorage):
     @override
     def fill(self, write: Callable[[TensorDictBase, None], Any]) -> None:
         """Register the folder's rows with the buffer, and cut the trajectories open at their end."""
-        Storage.use_ring(self, Ring(self.capacity), None, first=True)  # raises if there is a second buffer
+        self.check_free()
         if not self.read_only and self._log.unflushed:
             self._writable()
             self._log.settle()  # rows of a buffer that no longer exists
