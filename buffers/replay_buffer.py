@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias, TypeVar, overload
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import Tensor
 
 from flatroll.buffers.checkpointers.own_files import OwnFiles
@@ -32,7 +32,8 @@ from flatroll.buffers.steps.writer import StepWriter
 from flatroll.buffers.storages.item_kinds import TensorDicts, batched, dense, entry, map_rows, not_flat_error
 from flatroll.buffers.storages.list import ListStorage
 from flatroll.buffers.storages.positions import Index, find_slots, in_shape, positions, slots_at
-from flatroll.buffers.storages.storage import Rows, Storage, other_capacity_error
+from flatroll.buffers.storages.records import Rows
+from flatroll.buffers.storages.storage import Storage, other_capacity_error
 from flatroll.buffers.transforms.transform import (
     TransformLike,
     apply,
@@ -62,6 +63,7 @@ from flatroll.layout.checks import (
 )
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import MASK, NestedKey
+from flatroll.layout.tensordict_seam import get_entry
 from flatroll.specs import Composite, as_space, make_composite_from_td
 
 T = TypeVar("T")
@@ -250,23 +252,30 @@ class ReplayBuffer(Facts):
             KeyError: a marker that the sampler or the storage needs is missing.
             MemoryError, OSError: at the first extend, if the storage does not fit in memory or on the disk.
         """
-        listed = isinstance(self.storage, ListStorage)
-        if isinstance(data, list) and not listed:
-            if not data:
+        if self.transforms or type(data) is not TensorDict:
+            if isinstance(data, list) and not data and not self.storage.keeps_items:
                 return torch.zeros(0, dtype=torch.int64)
-            data = batched(data)
+            data = self._as_batch(data, final)
 
-        if self.transforms:
-            data = before_storing(data, self.transforms, self.storage.not_compared, final)
-        if isinstance(data, LazyStackedTensorDict) and not listed:
-            data = dense(data)
-
-        if isinstance(data, TensorDictBase) and (not data.batch_dims or data.get(MASK, None) is not None):
+        if isinstance(data, TensorDictBase) and (not data.batch_dims or get_entry(data, MASK) is not None):
             check_rows(data, self.storage.ndim)
         if self.storage.ndim > 1:
             data = self.storage.lay_flat(data, self.dim_extend, self.started)
 
         return self._write(data, final, update_priority is not False)
+
+    def _as_batch(self, data: Any, final: TensorDictBase | None) -> Any:
+        """Return ``data``, which may be anything, as one batch to store, after the transforms' ``inv``."""
+        keeps_items = self.storage.keeps_items
+        if isinstance(data, list) and not keeps_items:
+            data = batched(data)
+
+        if self.transforms:
+            data = before_storing(data, self.transforms, self.storage.not_compared, final)
+
+        if isinstance(data, LazyStackedTensorDict) and not keeps_items:
+            data = dense(data)
+        return data
 
     def add(self, data: Any) -> int:
         """Store one item (a row ``[]``, a tensor, a tree, ...); return its position, -1 if the writer rejected it."""

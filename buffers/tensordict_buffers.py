@@ -15,7 +15,8 @@ from flatroll.buffers.samplers.prioritized import PrioritizedSampler
 from flatroll.buffers.samplers.sampler import Sampler
 from flatroll.buffers.storages.item_kinds import TensorDicts
 from flatroll.buffers.storages.list import ListStorage
-from flatroll.buffers.storages.storage import Rows, Storage
+from flatroll.buffers.storages.records import Rows
+from flatroll.buffers.storages.storage import Storage
 from flatroll.buffers.transforms.transform import TransformLike
 from flatroll.buffers.writers import TensorDictRoundRobinWriter, Writer, check_tensordicts, has_priorities
 from flatroll.layout.checks import check_keys, check_type

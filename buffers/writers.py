@@ -12,7 +12,8 @@ from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.index.top_k_ring import RankedRing
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.samplers.sampler import Sampler, overrides
-from flatroll.buffers.storages.storage import Rows, Storage
+from flatroll.buffers.storages.records import Rows
+from flatroll.buffers.storages.storage import Storage
 from flatroll.buffers.transforms.transform import TransformLike, apply_inverses
 from flatroll.layout.checks import check_choice
 from flatroll.layout.keys import MASK, REWARD, NestedKey, marker, require, without_next
@@ -213,7 +214,6 @@ class TensorDictMaxValueWriter(Writer):
     def choose(self, ring: Ring, rows: Rows) -> tuple[Tensor, Tensor]:
         """Choose the highest-ranked rows and free slots for them; ValueError if a rank is NaN."""
         assert isinstance(ring, RankedRing)
-        # Items of a list may differ in shape and are reduced one by one; columns [N, ...] all at once.
         # Items of a list may differ in shape and are reduced one by one; columns [N, ...] all at once.
         parts = [item.get(self.rank_key)[None] for item in rows.items]
         reduced = []

@@ -7,18 +7,16 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.index.ring import Draw, Ring
+from flatroll.buffers.index.ring import Draw, Follow, Ring
 from flatroll.buffers.storages.positions import in_shape, slots_at
-
-if TYPE_CHECKING:
-    from flatroll.buffers.storages.storage import Storage
+from flatroll.buffers.storages.records import Rows
 
 T = TypeVar("T")
 
@@ -58,6 +56,40 @@ class StorageOwner(Protocol):
         ...
 
 
+class AccessedStorage(Protocol):
+    """The part of `flatroll.buffers.Storage` by which its rows are reached by position."""
+
+    ndim: int
+    lanes: torch.Size
+    compact_obs: bool
+    max_size: int
+
+    @property
+    def had_buffer(self) -> bool:
+        """Whether the storage belonged to a buffer, which was deleted."""
+        ...
+
+    def batch_of_one(self, item: object) -> Any:
+        """Return a batch of one item, for :meth:`prepare`."""
+        ...
+
+    def prepare(self, batch: object, final: None, keys: None) -> Rows:
+        """Check a batch and lay it out."""
+        ...
+
+    def put(self, slots: Tensor, rows: Rows) -> None:
+        """Copy rows to slots."""
+        ...
+
+    def read_rows(self, slots: Tensor, follow: Follow | None = None) -> Any:
+        """Return copies of stored rows, as columns by key or as items."""
+        ...
+
+    def build(self, values: Any, shape: torch.Size) -> Any:
+        """Turn what :meth:`read_rows` returned into a batch of batch shape ``shape``."""
+        ...
+
+
 class Access(ABC):
     """Reads and writes the rows of a storage by position; the arguments are those of `Storage.get` and `set`."""
 
@@ -66,11 +98,11 @@ class Access(ABC):
         """Return the number of rows."""
 
     @abstractmethod
-    def get(self, storage: "Storage", index: object) -> Any:
+    def get(self, storage: AccessedStorage, index: object) -> Any:
         """Return the rows at ``index``."""
 
     @abstractmethod
-    def set(self, storage: "Storage", index: object, data: object) -> None:
+    def set(self, storage: AccessedStorage, index: object, data: object) -> None:
         """Write ``data`` over the rows at ``index``."""
 
 
@@ -85,7 +117,7 @@ class ThroughBuffer(Access):
         return len(self.buffer)
 
     @override
-    def get(self, storage: "Storage", index: object) -> Any:
+    def get(self, storage: AccessedStorage, index: object) -> Any:
         buffer = self.buffer
         buffer.enter_process()
         slots = slots_at(index, buffer.ring, storage.lanes)
@@ -105,7 +137,7 @@ class ThroughBuffer(Access):
         return _shaped(storage, values, slots, len(draw.slots))
 
     @override
-    def set(self, storage: "Storage", index: object, data: object) -> None:
+    def set(self, storage: AccessedStorage, index: object, data: object) -> None:
         self.buffer.overwrite(index, data)
 
 
@@ -122,7 +154,7 @@ class WithoutBuffer(Access):
         return len(self.ring)
 
     @override
-    def get(self, storage: "Storage", index: object) -> Any:
+    def get(self, storage: AccessedStorage, index: object) -> Any:
         if self.ring is None and storage.had_buffer:
             raise RuntimeError(
                 "the storage's buffer, which knew the order of its rows, was deleted: keep a reference to it"
@@ -135,7 +167,7 @@ class WithoutBuffer(Access):
         return _shaped(storage, values, slots, len(asked))
 
     @override
-    def set(self, storage: "Storage", index: object, data: object) -> None:
+    def set(self, storage: AccessedStorage, index: object, data: object) -> None:
         if storage.ndim > 1 or storage.compact_obs:
             raise RuntimeError(
                 "a storage with ndim > 1 or compact_obs=True can be written only by a ReplayBuffer"
@@ -170,7 +202,7 @@ class WithoutBuffer(Access):
         self.ring = ring
 
 
-def _shaped(storage: "Storage", values: Any, slots: Tensor, count: int) -> Any:
+def _shaped(storage: AccessedStorage, values: Any, slots: Tensor, count: int) -> Any:
     """Return ``count`` rows that were read as one item or as a batch of the shape of ``slots``."""
     if isinstance(values, list):
         if slots.ndim:

@@ -17,21 +17,18 @@ from flatroll.buffers.columns.column import (
     RowForm,
     TensorColumn,
     differ,
-    plain_columns,
     put_rows,
 )
-from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
+from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.trajectory_index import NOTHING, TrajectoryIndex
+from flatroll.buffers.storages.arrangements import Arrangement, Compact, Tracked, Unordered
+from flatroll.buffers.storages.column_facts import ColumnFacts
 from flatroll.buffers.storages.continuity import (
     Compared,
     LinkCheck,
-    check_followed,
-    check_tails,
     compared_keys,
-    find_pairs,
-    state_pairs,
 )
 from flatroll.buffers.storages.item_kinds import (
     Structure,
@@ -40,9 +37,9 @@ from flatroll.buffers.storages.item_kinds import (
     structure_from_plain,
     structure_to_plain,
 )
-from flatroll.buffers.storages.next_pool import NextPool, check_final_covers, next_columns
-from flatroll.buffers.storages.storage import Links, Rows, Storage, other_capacity_error
-from flatroll.kernels.rows.spans import Spans
+from flatroll.buffers.storages.next_pool import NextPool, check_final_covers
+from flatroll.buffers.storages.records import Links, Rows
+from flatroll.buffers.storages.storage import Storage, other_capacity_error
 from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import check_flags, check_usable_device, check_whole_number
 from flatroll.layout.final import Final, check_final, read_final
@@ -50,45 +47,7 @@ from flatroll.layout.keys import NestedKey, next_key, without_next
 from flatroll.layout.transfers import upload
 
 if TYPE_CHECKING:
-    from flatroll.kernels.rows.gather import HostColumns
-
-
-class ColumnFacts:
-    """Cached facts about a storage's columns, valid while their memory does not move.
-
-    Attributes:
-        compiled: `Storage.compiled` when it was found.
-        host: columns copied by one call; None if the storage is not on the host, or not ``compiled``, so that random
-            sampling does not need numba.
-        later: in a compact storage whose columns are all in ``host``, those stored once by their keys under ``"next"``.
-        now: indices of these columns in ``host``, int64.
-        memory: memory of all tensor columns.
-        compared: what :meth:`ColumnStorage.link` compares; None until it is needed.
-    """
-
-    def __init__(
-        self,
-        columns: Mapping[NestedKey, Column],
-        device: torch.device,
-        compiled: bool,
-        pool: NextPool | None,
-    ) -> None:
-        self.compiled = compiled
-        self.memory = Spans.of(
-            [column.data for column in columns.values() if isinstance(column, TensorColumn)]
-        )
-        self.compared: Compared | None = None
-
-        self.host: HostColumns[NestedKey] | None = None
-        if compiled and columns and device.type == "cpu":
-            next_keys = pool.next_keys if pool is not None and pool.plain else None
-            self.host = plain_columns(columns, next_keys)
-
-        self.later: HostColumns[NestedKey] | None = None
-        self.now: Array = np.zeros(0, np.int64)
-        if self.host is not None and pool is not None and self.host.columns.keys() == columns.keys():
-            self.later = plain_columns({name: columns[key] for key, name in pool.next_keys.items()})
-            self.now = np.array([list(columns).index(key) for key in pool.pairs], np.int64)
+    pass
 
 
 class ColumnStorage(Storage):
@@ -132,6 +91,9 @@ class ColumnStorage(Storage):
         self.compact_obs = compact_obs
         self.pool: NextPool | None = None  # pool of next observations that no row holds, if compact
         self.known: ColumnFacts | None = None
+        self.arrangement: Arrangement | None = (
+            None  # how batches are laid out, from the buffer's first one on
+        )
         self._own_keys: frozenset[NestedKey] = frozenset()  # keys of the columns made by make_column
 
     @abstractmethod
@@ -216,195 +178,60 @@ class ColumnStorage(Storage):
         if structure is None:
             structure = Structure.of(batch)
         columns = structure.columns(batch)
-
         if not columns:
             raise ValueError("the batch has no entries to store")
-        if isinstance(batch, TensorDictBase):
-            self.compiled = self.compiled or keys is not None or self.compact_obs
-        elif final is not None:
-            raise ValueError("final is only for compact tensordict batches")
-        elif self.compact_obs:
-            raise TypeError(f"compact_obs=True needs tensordict batches, got {type(batch).__name__}")
 
-        known = self.known
-        count = next(iter(columns.values())).shape[0]
-        if known is None or known.compiled is not self.compiled:
-            known = self._find_facts()
+        if keys is None and self.compact_obs:
+            if not isinstance(batch, TensorDictBase):
+                raise TypeError(f"compact_obs=True needs tensordict batches, got {type(batch).__name__}")
+            keys = BoundaryKeys.probe(batch)
+        arrangement = self.arrangement
+        if arrangement is None or arrangement.tracks is (keys is None):
+            arrangement = self._choose_arrangement(keys)
 
-        # Most batches are copied by one call and need no further checks.
-        source = None
-        later = None
-        twice = 0
-        if known.host is not None and final is None and count <= self.max_size:
-            source = known.host.find(columns, count)
-            if source is not None and known.later is not None:
-                later = known.later.find(columns, count)
-                twice = 0 if later is None else len(later)
-        usual = source is not None and len(source) == len(columns) - twice == len(self.columns)
+        rows = Rows(next(iter(columns.values())).shape[0], columns)
+        facts = self.known
+        if facts is None or facts.compiled is not self.compiled:
+            facts = self._find_facts()
 
+        # Most batches have the form of the stored rows and need no further checks.
+        if facts.arriving is not None and final is None and rows.count <= self.max_size:
+            addresses = facts.arriving.find(columns, rows.count)
+            if addresses is not None and len(addresses) == len(columns):
+                arrangement.lay_out_known(self, facts, rows, keys, addresses)
+                self.arrangement = arrangement
+                return rows
+
+        check_kinds(columns, facts.memory)
         skip = 0
-        late = None
-        if not usual:
-            check_kinds(columns, known.memory)
-            # If lanes make the capacity smaller than max_size, count is a multiple of the lanes as well.
-            if not whole and count > self.max_size:
-                skip = count - self.capacity
-            if final is not None:
-                given = read_final(final)
-                late = self._check_final(given, batch, columns, keys or BoundaryKeys.probe(batch), skip)
-            if skip:
-                self.warn_left_out(skip)
-                columns = {key: column[skip:] for key, column in columns.items()}
-                count = count - skip
-
-        if self.compact_obs:
-            keys = keys or BoundaryKeys.probe(batch)
-            if usual and self.pool is not None and source is not None and later is not None:
-                return self._prepare_copied(columns, count, keys, known, source, later)
-            return self._prepare_compact(structure, columns, count, late, keys, skip)
-
-        if late is not None:
-            columns |= {next_key(key): obs for key, obs in next_columns(columns, late).items()}
-
-        fragments = None
-        if keys is not None:
-            marked = columns
-            if self.lanes:
-                marked = self._marker_columns(columns, keys, count)
-            fragments = Fragments.read(marked, keys)
-
-            if keys.in_order:
-                compared = known.compared
-                addresses = source if usual else None
-                if compared is None or compared.not_compared != len(self.not_compared):
-                    check_followed(columns, fragments, self._compared_in(columns, None), None, skip)
-                else:
-                    check_followed(columns, fragments, compared, addresses, skip)
-
-        if not usual:
-            self._check_columns(columns, structure)
-        return Rows(count, columns, fragments, source=source)
-
-    @staticmethod
-    def _check_final(
-        final: Final, batch: TensorDictBase, columns: Columns, keys: BoundaryKeys, skip: int
-    ) -> Final:
-        """``final``, checked against the batch, for its rows from number ``skip`` on, counted from there."""
-        row = check_final(final, columns, len(batch))
-        late = row >= skip
-        kept = batch
+        # If lanes make the capacity smaller than max_size, the count is a multiple of the lanes as well.
+        if not whole and rows.count > self.max_size:
+            skip = rows.count - self.capacity
+        given = None
+        if final is not None:
+            if not isinstance(batch, TensorDictBase):
+                raise ValueError("final is only for compact tensordict batches")
+            given = _check_final(read_final(final), batch, columns, keys or BoundaryKeys.probe(batch), skip)
         if skip:
-            final = Final(row[late] - skip, {key: obs[late] for key, obs in final.next.items()})
-            kept = batch[skip:]
+            self.warn_left_out(skip)
+            rows.columns = {key: column[skip:] for key, column in columns.items()}
+            rows.count -= skip
 
-        ends = run_ends(kept, is_init_key=keys.is_init, done_key=keys.done, traj_key=keys.traj)
-        check_final_covers(row[late] - skip, ends, {key: column[skip:] for key, column in columns.items()})
-        return final
+        arrangement.lay_out(self, rows, structure, keys, given, skip)
+        self.arrangement = arrangement
+        return rows
 
-    def _marker_columns(self, columns: Columns, keys: BoundaryKeys, count: int) -> Columns:
-        """The columns by which fragments are found; rows of lanes come step by step, one of each lane, and where they
-        have no ids, the lane's number is the id."""
-        if keys.traj in columns:
-            return columns
-        lanes = self.lanes.numel()
-        return columns | {keys.traj: torch.arange(lanes).repeat(count // lanes)}
+    def _choose_arrangement(self, keys: BoundaryKeys | None) -> Arrangement:
+        """Choose how batches are laid out, by the first one that a buffer brings."""
+        if keys is None:
+            return Unordered()
 
-    def _prepare_copied(
-        self,
-        columns: Columns,
-        count: int,
-        keys: BoundaryKeys,
-        known: ColumnFacts,
-        source: Array,
-        later: Array,
-    ) -> Rows:
-        """Do the same as `_prepare_compact` for a batch that is all copied by one call, as most are.
+        self.compiled = True
+        if self.compact_obs:
+            return Compact()
+        return Tracked()
 
-        ``source`` and ``later`` are the addresses of its columns, those under ``"next"`` apart.
-        """
-        pool = self.pool
-        assert pool is not None
-        marked = columns
-        if self.lanes:
-            marked = self._marker_columns(columns, keys, count)
-
-        fragments = Fragments.read(marked, keys, None, (source[known.now], later, pool.row_bytes))
-        tails = pool.tails(columns, None, fragments.lasts)
-        if keys.in_order:
-            compared = known.compared
-            if compared is None or compared.not_compared != len(self.not_compared):
-                check_tails(columns, fragments, self._compared_in(columns, pool), tails)
-            else:
-                check_tails(columns, fragments, compared.keys, tails)
-
-        stored = {key: columns[key] for key in self.columns}
-        return Rows(count, stored, fragments, tails, source)
-
-    def _prepare_compact(
-        self,
-        structure: Structure,
-        columns: Columns,
-        count: int,
-        final: Final | None,
-        keys: BoundaryKeys,
-        skip: int,
-    ) -> Rows:
-        """Arrange a batch of ``count`` rows with each observation once, except for the tails of fragments.
-
-        ``skip`` is the number of rows that were left out before them.
-        """
-        from_final: Columns = {} if final is None else final.next
-        marked = columns
-        if self.lanes:
-            marked = self._marker_columns(columns, keys, count)
-
-        pool = self.pool or NextPool(find_pairs(columns, marked, final, keys))
-        twice = set(pool.next_keys.values())
-        stored = {key: column for key, column in columns.items() if key not in twice}
-        self._check_pairs(columns, stored, pool, from_final)
-
-        fragments = Fragments.read(marked, keys, pool.cuts(columns, final))
-        tails = pool.tails(columns, final, fragments.lasts)
-        if keys.in_order:
-            check_tails(columns, fragments, self._compared_in(columns, pool), tails, skip)
-
-        source = None
-        if self.known is not None and self.known.host is not None:
-            source = self.known.host.find(stored, count)
-        if source is None or not len(source) == len(stored) == len(self.columns):
-            self._check_columns(stored, structure)
-
-        if self.pool is None:
-            pool.allocate(self.columns, self._own_keys)
-            self.pool = pool
-            self.known = None
-        return Rows(count, stored, fragments, tails, source)
-
-    def _check_pairs(self, columns: Columns, stored: Columns, pool: NextPool, from_final: Columns) -> None:
-        """ValueError unless a compact batch has the next observations of ``pool``, and no others.
-
-        ``stored`` are the ``columns`` without these next observations.
-        """
-        for key, next_name in pool.next_keys.items():
-            if key in from_final:
-                continue
-            now = columns.get(key)
-            later = columns.get(next_name)
-            if now is None or later is None or now.dtype is not later.dtype or now.shape != later.shape:
-                raise ValueError(
-                    f"the batch lacks {next_name!r}, which the first extend had: pass it in the batch or in final"
-                )
-
-        if self.pool is None or stored.keys() == self.columns.keys():
-            return
-
-        known = {*pool.next_keys.values(), *self.columns}
-        pairs = {*state_pairs(columns), *from_final}
-        for key in columns:
-            if key in pairs and next_key(key) not in known:
-                raise ValueError(f"the batch has {next_key(key)!r}, which the first extend did not have")
-
-    def _compared_in(self, columns: Columns, pool: NextPool | None) -> tuple[NestedKey, ...]:
+    def keys_compared_in(self, columns: Columns, pool: NextPool | None) -> tuple[NestedKey, ...]:
         """Return the root keys in a batch's ``columns`` by which a row is known to follow another."""
         compared = None if self.known is None else self.known.compared
         if compared is not None and compared.not_compared == len(self.not_compared):
@@ -414,8 +241,16 @@ class ColumnStorage(Storage):
             columns = {name: columns[key] for key in pool.pairs for name in (key, next_key(key))}
         return compared_keys({key: column[0] for key, column in columns.items()}, self.not_compared)
 
-    def _check_columns(self, columns: Columns, structure: Structure) -> None:
-        """ValueError unless ``columns`` are those of the first batch, which allocates."""
+    def match_columns(self, rows: Rows, structure: Structure) -> None:
+        """Find the addresses of the ``rows`` that one call copies; ValueError unless they have the columns of the
+        first batch, which allocates."""
+        columns = rows.columns
+        host = (self.known or self._find_facts()).host
+        if host is not None:
+            rows.source = host.find(columns, rows.count)
+            if rows.source is not None and len(rows.source) == len(columns) == len(self.columns):
+                return
+
         if not self.columns:
             self.columns = self._make_columns(
                 {key: (column.dtype, column.shape[1:]) for key, column in columns.items()}
@@ -440,6 +275,12 @@ class ColumnStorage(Storage):
         if len(columns) != len(self.columns):  # all keys are known, so some are missing
             missing = next(key for key in self.columns if key not in columns)
             raise ValueError(f"the batch lacks the entry {missing!r} that the first extend had")
+
+    def use_pool(self, pool: NextPool) -> None:
+        """Keep next observations that no row holds in ``pool``, from the first batch on."""
+        pool.allocate(self.columns, self._own_keys)
+        self.pool = pool
+        self.known = None
 
     @override
     def write(self, slot: int, rows: Rows, after: After | None = None) -> None:
@@ -600,29 +441,36 @@ class ColumnStorage(Storage):
         if keys is not None:
             asked = self.columns.keys() & keys
         if len(columns) < len(asked):
-            placed = upload(slots, self.device)
             copied = columns
             columns = {}
+            placed = upload(slots, self.device)
             for key, column in self.columns.items():
                 if key in copied:
                     columns[key] = copied[key]
                 elif key in asked:
-                    columns[key] = column.take(slots if column.looks_up_on_host else placed)
+                    where = slots if column.looks_up_on_host else placed
+                    columns[key] = column.take(where)
 
         # Last the next observations: from the next rows, or from the pool where no row holds them.
         if pool is not None and follow is not None:
             following = follow.slots.clamp(min=0)
-            placed = upload(following, self.device)
-            patch = upload(follow.patch, self.device)
+            following_placed = upload(following, self.device)
+            patch_placed = upload(follow.patch, self.device)
+
             for key, name in pool.next_keys.items():
                 if keys is not None and name not in keys:
                     continue
 
-                on_host = self.columns[key].looks_up_on_host
-                rows = self.columns[key].take(following if on_host else placed)
+                where = following_placed
+                patch = patch_placed
+                if self.columns[key].looks_up_on_host:
+                    where = following
+                    patch = follow.patch
+
+                rows = self.columns[key].take(where)
                 if patch.shape[1]:
-                    kept = follow.patch if on_host else patch
-                    put_rows(rows, upload(patch[0], rows.device), pool.entries[key].take(kept[1]))
+                    unheld = upload(patch_placed[0], rows.device)
+                    put_rows(rows, unheld, pool.entries[key].take(patch[1]))
                 columns[name] = rows
         return columns
 
@@ -799,6 +647,22 @@ class ColumnStorage(Storage):
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"known": None}  # a copy has its own memory
+
+
+def _check_final(
+    final: Final, batch: TensorDictBase, columns: Columns, keys: BoundaryKeys, skip: int
+) -> Final:
+    """``final``, checked against the batch, for its rows from number ``skip`` on, counted from there."""
+    row = check_final(final, columns, len(batch))
+    late = row >= skip
+    kept = batch
+    if skip:
+        final = Final(row[late] - skip, {key: obs[late] for key, obs in final.next.items()})
+        kept = batch[skip:]
+
+    ends = run_ends(kept, is_init_key=keys.is_init, done_key=keys.done, traj_key=keys.traj)
+    check_final_covers(row[late] - skip, ends, {key: column[skip:] for key, column in columns.items()})
+    return final
 
 
 def _column_kind(column: Column) -> str:

@@ -12,7 +12,8 @@ from flatroll.buffers.index.fragments import NONE, BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array, Follow
 from flatroll.buffers.index.trajectory_index import TrajectoryIndex
 from flatroll.buffers.storages.next_pool import NextPool
-from flatroll.buffers.storages.storage import Rows, Storage
+from flatroll.buffers.storages.records import Rows
+from flatroll.buffers.storages.storage import Storage
 from flatroll.layout.final import Final
 from flatroll.layout.following import follow
 from flatroll.layout.keys import (

@@ -369,15 +369,17 @@ def as_tensor(leaf: object) -> Any:
 def leaves(batch: TensorDictBase, path: tuple[str, ...] = ()) -> Columns:
     """Return the tensors of ``batch`` by key; TypeError for a non-tensor entry, instead of dropping it."""
     columns: Columns = {}
-    for name, value in batch.items():
-        key = (*path, name)
+    for name, value in tensordict_seam.items_of(batch):
         if isinstance(value, Tensor):
-            columns[key if path else name] = value
+            key: NestedKey = name
+            if path:
+                key = (*path, name)
+            columns[key] = value
         elif isinstance(value, TensorDictBase) and not is_non_tensor(value):
-            columns |= leaves(value, key)
+            columns |= leaves(value, (*path, name))
         else:
             raise TypeError(
-                f"batch[{plain_key(key)!r}] is a {type(value).__name__}: this storage takes tensors only, "
+                f"batch[{plain_key((*path, name))!r}] is a {type(value).__name__}: this storage takes tensors only, "
                 "ListStorage takes anything"
             )
     return columns

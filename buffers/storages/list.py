@@ -13,7 +13,8 @@ from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Follow, Ring
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.storages.item_kinds import apart, stacked
-from flatroll.buffers.storages.storage import Rows, Storage, other_capacity_error
+from flatroll.buffers.storages.records import Rows
+from flatroll.buffers.storages.storage import Storage, other_capacity_error
 from flatroll.disk.state_tree import from_plain, to_plain
 from flatroll.layout.keys import NestedKey
 
@@ -33,6 +34,8 @@ class ListStorage(Storage):
     >>> buffer.add("a string!"), buffer.extend([30, None]), buffer[:]
     (0, tensor([1, 2]), ['a string!', 30, None])
     """
+
+    keeps_items = True
 
     def __init__(self, max_size: int | None = None, *, compilable: bool = False) -> None:
         if max_size is None:

@@ -6,65 +6,23 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from flatroll.buffers.columns.column import After, Column, Columns
-from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
+from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.buffers.storages.access import Access, StorageOwner, ThroughBuffer, WithoutBuffer
 from flatroll.buffers.storages.item_kinds import Structure, leaves, one_row
 from flatroll.buffers.storages.positions import time_first
+from flatroll.buffers.storages.records import Links, Rows
 from flatroll.layout.checks import check_whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import NestedKey
 from flatroll.layout.tensordict_seam import nest
-
-
-@dataclass(slots=True)  # not frozen: one is made for every batch, and freezing costs 1 µs
-class Rows:
-    """A checked batch, ready to copy into a storage.
-
-    Attributes:
-        count: number of rows.
-        columns: what the storage keeps per row, by key, ``[count, ...]``.
-        fragments: the F fragments of the batch; None where no trajectory index is kept.
-        tails: compact storage: next observation of each fragment's last row, by root key, ``[F, *obs]``.
-        source: addresses of the columns that are copied by one call, from `HostColumns.find`; None if they are not.
-        items: the items of a storage without columns.
-    """
-
-    count: int
-    columns: Columns = field(default_factory=dict)
-    fragments: Fragments | None = None
-    tails: Columns = field(default_factory=dict)
-    source: Array | None = None
-    items: list[Any] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Links:
-    """What the F fragments of a batch continue, from `TrajectoryIndex.link`.
-
-    Attributes:
-        before: int64 ``[F]``, a stored trajectory, -2 - i for fragment i of the batch, -1 for nothing.
-        slots: int64 ``[F]``, the slot of the stored row that a fragment continues, -1 for none.
-        agree: compact storage: 1 where a fragment begins, bit by bit, with what the row before it says; int64 ``[F]``.
-    """
-
-    before: Array
-    slots: Array
-    agree: Array
-
-    def after(self, firsts: Array) -> After:
-        """Return which rows of the batch (``firsts`` are those of the fragments) continue stored ones."""
-        at = np.flatnonzero(self.before >= 0)
-        return After(torch.from_numpy(firsts[at]), torch.from_numpy(self.slots[at]))
 
 
 class Storage(Facts, ABC):
@@ -87,6 +45,7 @@ class Storage(Facts, ABC):
         structure: what kind of data there is (a `Structure`), known from the first batch on.
         own_column: class name of a column that the caller's code made, whose memory other processes may not see.
         by_reference: whether other processes may read and write the rows: a pickle names where they are.
+        keeps_items: whether the items of a list are kept as they are, and not stacked to columns.
         copies_rows: whether the storage keeps nothing of a batch but copies.
         columns: the stored entries by key, each a `Column`; empty before the first batch and without columns.
         not_compared: root keys whose next values need not be those of the following rows: they are not compared.
@@ -102,6 +61,7 @@ class Storage(Facts, ABC):
     structure: Structure | None = None
     own_column: str | None = None
     by_reference: bool = False
+    keeps_items: bool = False
     copies_rows: bool = False
     compiled: bool = False
     filling: bool = False

@@ -16,11 +16,11 @@ from flatroll.buffers.columns.frame_stack import FrameColumn, check_stack
 from flatroll.buffers.columns.sparse import SparseColumn
 from flatroll.buffers.columns.zstd import ZstdColumn
 from flatroll.buffers.index.fragments import BoundaryKeys
-from flatroll.buffers.storages.access import Access, WithoutBuffer
+from flatroll.buffers.storages.access import Access, AccessedStorage, WithoutBuffer
 from flatroll.buffers.storages.column_storage import ColumnStorage
 from flatroll.buffers.storages.free_space import check_memory
 from flatroll.buffers.storages.item_kinds import Structure, as_tensor, map_rows
-from flatroll.buffers.storages.storage import Rows, Storage
+from flatroll.buffers.storages.records import Rows
 from flatroll.kernels.rows.host_memory import host_memory
 from flatroll.layout.checks import check_choice, check_key_names, check_whole_number
 from flatroll.layout.keys import NestedKey, as_tuple, next_key, plain_key
@@ -329,11 +329,11 @@ class GivenRows(Access):
         return self.rows
 
     @override
-    def get(self, storage: Storage, index: Any) -> Any:
+    def get(self, storage: AccessedStorage, index: Any) -> Any:
         return map_rows(self.data, lambda leaf: leaf[index].clone())
 
     @override
-    def set(self, storage: Storage, index: Any, data: object) -> None:
+    def set(self, storage: AccessedStorage, index: Any, data: object) -> None:
         if isinstance(self.data, TensorDictBase):
             self.data[index] = data
             return

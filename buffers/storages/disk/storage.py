@@ -30,7 +30,7 @@ from flatroll.buffers.storages.disk.log import FlushRule, RowLog
 from flatroll.buffers.storages.disk.pieces import Piece
 from flatroll.buffers.storages.item_kinds import TensorDicts
 from flatroll.buffers.storages.next_pool import NextPool
-from flatroll.buffers.storages.storage import Links, Rows
+from flatroll.buffers.storages.records import Links, Rows
 from flatroll.buffers.storages.tensors import Encodings
 from flatroll.disk import Folder, LoadedVersion, Ragged, Segment, Version, column_name
 from flatroll.disk.segments import MOST_ROWS

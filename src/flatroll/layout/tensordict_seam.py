@@ -100,6 +100,19 @@ def get_entry(batch: TensorDictBase, key: NestedKey) -> Any:
     return batch.get(key, None)
 
 
+def items_of(batch: TensorDictBase) -> Iterable[tuple[str, Any]]:
+    """Return ``batch.items()``, in half of the time if the tensordict is plain.
+
+    >>> [name for name, value in items_of(TensorDict({"reward": torch.ones(2), "next": {}}, [2]))]
+    ['reward', 'next']
+    """
+    if USES_PRIVATES and type(batch) is TensorDict:
+        entries: dict[str, Any] = batch._tensordict
+        return entries.items()
+    items: Iterable[tuple[str, Any]] = batch.items()
+    return items
+
+
 def set_entry(batch: TensorDictBase, key: NestedKey, value: Tensor) -> None:
     """Do ``batch.set(key, value)``, in a third of the time if the tensordict is plain and the value fits.
 
