@@ -68,7 +68,9 @@ class H5StorageCheckpointer(FlatStorageCheckpointer):
         self.h5_kwargs = dict(h5_kwargs or {})
 
     @override
-    def open(self, saved: SavedFolder, options: SaveOptions, ring: Ring, segment_rows: int) -> RowWriter:
+    def open(
+        self, saved: SavedFolder, options: SaveOptions, ring: Ring, segment_rows: int | None = None
+    ) -> RowWriter:
         return H5Writer(saved.path / self.checkpoint_file, self.h5_kwargs, options.sync)
 
     @override
