@@ -861,14 +861,13 @@ class ReplayBuffer(SavesToFolders, Facts):
             MemoryError, OSError: the storage had no rows yet, and they do not fit in memory or on the disk.
         """
         check_type("state", state, Mapping, "what state_dict returned")
-        self._load(dict(state))
+        self._load(_convert_tables(dict(state)))
 
     def _load(self, state: dict[str, Any], ring: Ring | None = None, checked_for: Ring | None = None) -> None:
         """Restore a state; ``ring`` is `_check_state`'s result if the buffer still has the ring ``checked_for``."""
         self.enter_process()
         if self._prefetcher is not None:
             self._prefetcher.wait()  # pending reads of rows that will be overwritten must finish first
-        state = _convert_tables(state)
 
         with self.write_lock, self.lock:
             if ring is None or checked_for is not self.ring:
