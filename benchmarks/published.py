@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.measure.timing import table
 from flatroll.examples.curves import draw, over_seeds
-from flatroll.layout.export import optional_package
+from flatroll.layout.checks import optional_package
 from flatroll.rollouts import interquartile_mean
 
 MARK = "<!-- published -->\n"

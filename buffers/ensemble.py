@@ -4,7 +4,6 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self, TypeAlias, TypeVar, overload
 
@@ -19,7 +18,7 @@ from flatroll.buffers.checkpointers.rows import (
     StorageEnsembleCheckpointer,
     checkpointer_with_hooks,
 )
-from flatroll.buffers.checkpointers.saving import SavedFolders, load_from
+from flatroll.buffers.checkpointers.saving import SavedFolders, SavesToFolders, load_from, versions_in
 from flatroll.buffers.index.saved_tables import check_saved_generator
 from flatroll.buffers.remote import BufferHandle, Service
 from flatroll.buffers.replay_buffer import ReplayBuffer, torchrl_names
@@ -349,7 +348,7 @@ def _shown(key: Any) -> str:
     return "its data"
 
 
-class ReplayBufferEnsemble(Facts):
+class ReplayBufferEnsemble(SavesToFolders, Facts):
     """Samples from several replay buffers, such as several datasets, or demonstrations and new data.
 
     A sample of B rows combines samples of B / n rows from n = ``num_buffer_sampled`` members, after the members' own
@@ -735,37 +734,6 @@ class ReplayBufferEnsemble(Facts):
         if self.generator is not None:
             self.generator.set_state(state["generator"])
 
-    def dumps(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        wait: bool = True,
-        sync: bool = True,
-        keep: int = 2,
-        overwrite: bool = False,
-    ) -> None:
-        """Save all members, sampler and random state to a folder, for :meth:`loads`; see `ReplayBuffer.dumps`."""
-        options = SaveOptions(sync, keep, overwrite)
-        self.saves.dumps(partial(self.save_version, Path(path).absolute(), {}, options), wait)
-
-    def loads(
-        self, path: str | os.PathLike[str], *, version: int | None = None, strict: bool = False
-    ) -> None:
-        """Restore what :meth:`dumps` saved; the same samples follow; see `ReplayBuffer.loads`."""
-        self.saves.join()
-        _, apply = self.load_version(Path(path), version, strict)
-        apply()
-
-    def dump(self, path: str | os.PathLike[str], **options: Any) -> None:
-        """See :meth:`dumps`."""
-        self.dumps(path, **options)
-
-    save = dump
-
-    def load(self, path: str | os.PathLike[str], **options: Any) -> None:
-        """See :meth:`loads`."""
-        self.loads(path, **options)
-
     def register_save_hook(self, hook: Callable[..., Any]) -> None:
         """Call ``hook(rows, path=path)`` before rows of a member are written; see `ReplayBuffer`."""
         for checkpointer in [checkpointer_with_hooks(rb.storage) for rb in self._members]:
@@ -860,9 +828,7 @@ class ReplayBufferEnsemble(Facts):
 
     def saved_versions(self, path: Path) -> list[int]:
         """Return the numbers of the versions in a folder, the newest first."""
-        if path.is_dir():
-            return Folder(path).versions()
-        return []
+        return versions_in(path)
 
 
 pickle_by_value(ReplayBufferEnsemble)

@@ -17,8 +17,12 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import Tensor
 
 from flatroll.buffers.checkpointers.own_files import OwnFiles
-from flatroll.buffers.checkpointers.rows import Checkpointer, checkpointer_with_hooks, find_checkpointer
-from flatroll.buffers.checkpointers.saving import SavedFolders
+from flatroll.buffers.checkpointers.rows import (
+    StorageCheckpointerBase,
+    checkpointer_with_hooks,
+    find_checkpointer,
+)
+from flatroll.buffers.checkpointers.saving import SavedFolders, SavesToFolders
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Draw, Ring
 from flatroll.buffers.index.saved_tables import check_saved_generator, damaged, reading_tables
@@ -55,7 +59,6 @@ from flatroll.layout.checks import (
     check_cpu_generator,
     check_flags,
     check_function,
-    check_path,
     check_tensors,
     check_type,
     check_whole_number,
@@ -93,7 +96,7 @@ _ENTRIES = {"storage", "ring", "keys", "sampler", "writer", "generator"}
 _USERS: weakref.WeakKeyDictionary[Any, "weakref.ref[ReplayBuffer]"] = weakref.WeakKeyDictionary()
 
 
-class ReplayBuffer(Facts):
+class ReplayBuffer(SavesToFolders, Facts):
     """Stores rows in a ring and samples from it.
 
     Rows come from flat tensordict batches, from tensors or trees of tensors (nested tuples and dicts), or with
@@ -144,7 +147,7 @@ class ReplayBuffer(Facts):
         batch_size: int | None = None,
         dim_extend: int | None = None,
         generator: torch.Generator | None = None,
-        checkpointer: Checkpointer | OwnFiles | None = None,
+        checkpointer: StorageCheckpointerBase | OwnFiles | None = None,
         shared: bool = False,
         compilable: bool | None = None,
     ) -> None:
@@ -868,14 +871,13 @@ class ReplayBuffer(Facts):
             MemoryError, OSError: the storage had no rows yet, and they do not fit in memory or on the disk.
         """
         check_type("state", state, Mapping, "what state_dict returned")
-        self._load(dict(state))
+        self._load(_convert_tables(dict(state)))
 
     def _load(self, state: dict[str, Any], ring: Ring | None = None, checked_for: Ring | None = None) -> None:
         """Restore a state; ``ring`` is `_check_state`'s result if the buffer still has the ring ``checked_for``."""
         self.enter_process()
         if self._prefetcher is not None:
             self._prefetcher.wait()  # pending reads of rows that will be overwritten must finish first
-        state = _convert_tables(state)
 
         with self.write_lock, self.lock:
             if ring is None or checked_for is not self.ring:
@@ -919,89 +921,6 @@ class ReplayBuffer(Facts):
             if self._prefetcher is not None:
                 self._prefetcher.replace(ahead)
 
-    def dumps(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        wait: bool = True,
-        sync: bool = True,
-        keep: int = 2,
-        overwrite: bool = False,
-    ) -> None:
-        """Save rows, sampler, writer and random state to a folder, for :meth:`loads`; transforms are not in it.
-
-        A second save to the same folder writes only new rows and the tables. Saves are atomic: if the process is
-        killed, the folder holds either the previous version or this one. Other threads may write and sample
-        meanwhile. No pickle is written or read. ``storage.checkpointer`` determines the form of the rows.
-
-        Args:
-            path: the folder, created if necessary.
-            wait: return when everything is written, default True. If False, a thread saves; the next call of `dumps`
-                or `loads` waits for it and raises its error.
-            sync: also flush to disk, safe from a power loss, default True.
-            keep: number of versions kept in the folder, default 2.
-            overwrite: start over in a folder with a version that this buffer has neither saved nor loaded, default
-                False.
-
-        Raises:
-            FileExistsError: the folder has such a version.
-            BlockingIOError: another save to it is running.
-            TypeError: the state contains unsupported values, such as an object in a `ListStorage`.
-            OSError: the disk is full or failed; the previous version is intact.
-
-        >>> import tempfile, torch
-        >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
-        >>> buffer, other = (ReplayBuffer(storage=LazyTensorStorage(4)) for _ in range(2))
-        >>> rows = buffer.extend(torch.arange(3))
-        >>> with tempfile.TemporaryDirectory() as path:
-        ...     buffer.dumps(path)
-        ...     other.loads(path)
-        >>> other[:]
-        tensor([0, 1, 2])
-        """
-        check_flags(sync=sync, overwrite=overwrite, wait=wait)
-        options = SaveOptions(sync, check_whole_number("keep", keep), overwrite)
-        folder = check_path("path", path).absolute()
-        self.saves.dumps(partial(self.save_version, folder, {}, options), wait)
-
-    def loads(
-        self, path: str | os.PathLike[str], *, version: int | None = None, strict: bool = False
-    ) -> None:
-        """Restore what :meth:`dumps` saved, like `load_state_dict`; the same samples follow.
-
-        Nothing in the folder is trusted: checksums, sizes and tables are checked before anything changes. `dumps` and
-        `loads` do not call `state_dict` or `load_state_dict`: save further state of a subclass with `Checkpoint`, as
-        a separate part.
-
-        Args:
-            path: of the folder.
-            version: number of a kept version, default the newest.
-            strict: raise if the newest version is damaged; by default warn and load the previous one.
-
-        Raises:
-            FileNotFoundError: the folder, or a version in it, does not exist (the message lists the versions).
-            ValueError: the storage's capacity, kind or entries differ (the message says how to load it anyway), files
-                are damaged, or the folder is from a later version of the package.
-        """
-        check_flags(strict=strict)
-        if version is not None:
-            check_whole_number("version", version)
-
-        folder = check_path("path", path)
-        self.saves.join()
-        _, apply = self.load_version(folder, version, strict)
-        apply()
-
-    def dump(self, path: str | os.PathLike[str], **options: Any) -> None:
-        """See :meth:`dumps`."""
-        self.dumps(path, **options)
-
-    save = dump
-
-    def load(self, path: str | os.PathLike[str], **options: Any) -> None:
-        """See :meth:`loads`."""
-        self.loads(path, **options)
-
     def register_save_hook(self, hook: Callable[..., Any]) -> None:
         """Call ``hook(rows, path=path)`` before rows are written; its result is written instead.
 
@@ -1034,12 +953,8 @@ class ReplayBuffer(Facts):
         with outer_lock:
             ring = self.ring
 
-            def rows() -> tuple[int, int]:
-                with self.lock:
-                    return ring.saved_rows
-
             with closing(checkpointer.save(self.storage, ring, self.saves.of(path), options)) as save:
-                save.begin(rows)
+                save.begin(self.lock)
                 if not alone:
                     # Without a lock, because the prefetching threads may wait for it.
                     ahead = self.prefetched()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from flatroll.layout.export import optional_package
+from flatroll.layout.checks import optional_package
 from flatroll.rollouts import interquartile_mean
 
 

@@ -19,7 +19,7 @@ def demo(argv: list[str] | None = None) -> int:
         import torch
 
         from flatroll.examples import recurrent_ppo
-        from flatroll.layout.export import optional_package
+        from flatroll.layout.checks import optional_package
 
         optional_package(
             "matplotlib", "plot", "the picture of the demo"

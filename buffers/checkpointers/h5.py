@@ -4,7 +4,6 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
@@ -20,6 +19,7 @@ from flatroll.disk import DamagedFileError, LoadedVersion, Version, files
 from flatroll.disk.checkpoint import SaveOptions
 from flatroll.disk.segments import Column, Ragged
 from flatroll.disk.state_tree import from_text, to_text
+from flatroll.layout.checks import optional_package
 from flatroll.layout.hdf5 import h5_columns
 from flatroll.layout.keys import NestedKey
 
@@ -68,7 +68,9 @@ class H5StorageCheckpointer(FlatStorageCheckpointer):
         self.h5_kwargs = dict(h5_kwargs or {})
 
     @override
-    def open(self, saved: SavedFolder, options: SaveOptions, ring: Ring, segment_rows: int) -> RowWriter:
+    def open(
+        self, saved: SavedFolder, options: SaveOptions, ring: Ring, segment_rows: int | None = None
+    ) -> RowWriter:
         return H5Writer(saved.path / self.checkpoint_file, self.h5_kwargs, options.sync)
 
     @override
@@ -335,9 +337,6 @@ def _to_numpy(values: Tensor) -> Any:
         return plain.view(_WORDS[plain.element_size()]).numpy()
 
 
-def _h5py() -> ModuleType:
-    try:
-        import h5py
-    except ImportError as error:
-        raise ImportError('H5StorageCheckpointer needs h5py: pip install "flatroll[h5]"') from error
-    return h5py  # type: ignore[no-any-return]
+def _h5py() -> Any:
+    """Import h5py; the ImportError names the extra."""
+    return optional_package("h5py", "h5", "H5StorageCheckpointer")

@@ -2,19 +2,18 @@
 
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from flatroll.buffers.checkpointers.saving import SavedFolder, load_from, open_folder
+from flatroll.buffers.checkpointers.saving import SavedFolder
 from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.storages.storage import Storage
 from flatroll.disk import Folder, LoadedVersion, Version
-from flatroll.disk.checkpoint import SaveOptions
 from flatroll.disk.state_tree import Packer
 
-T = TypeVar("T")
 _PREFIX = "own-"  # of the folders that the two methods are given
 _NOTE = "own_files"  # the name of such a folder, in the facts of its version
 
@@ -62,64 +61,6 @@ class StorageState:
         return getattr(self._storage_itself, name)
 
 
-class OwnFilesCheckpointer:
-    """Saves the rows through an `OwnFiles` object, in a folder for each version, and the tables beside them.
-
-    All rows are written each time, while writers to the buffer wait.
-    """
-
-    def __init__(self, files: OwnFiles) -> None:
-        self.files = files
-
-    def save(self, storage: Storage, ring: Ring, saved: SavedFolder, options: SaveOptions) -> "OwnFilesSave":
-        """Return a save of the rows that ``ring`` counts."""
-        return OwnFilesSave(self.files, storage, open_folder(saved, options, ring), saved, ring)
-
-    def load_with(
-        self,
-        storage: Storage,
-        path: Path,
-        use: Callable[[LoadedVersion], T],
-        number: int | None,
-        strict: bool,
-    ) -> tuple[T, Folder | None]:
-        """Return ``use(version)`` of the newest complete (or the given) version, and its folder."""
-        self._path = path
-        return load_from(path, use, number, strict)
-
-    def restore_version(
-        self, storage: Storage, tables: dict[str, Any], version: LoadedVersion, ring: Ring
-    ) -> dict[str, Any]:
-        """Return the state that ``loads`` gave for a version; nothing is changed."""
-        name = _folder_in(version.extra)
-        if name is None:
-            raise ValueError(
-                f"the version was not written by {type(self.files).__name__}: set the checkpointer that wrote it"
-            )
-        if not (self._path / name).is_dir():
-            raise damaged(f"it lacks the folder {name}")
-
-        view = StorageState(storage, ring.used, ring.pool_size)
-        try:
-            self.files.loads(view, self._path / name)
-        except (LookupError, TypeError, AttributeError, RuntimeError) as error:
-            # Otherwise they would be taken for errors of the tables.
-            raise ValueError(f"{type(self.files).__name__}.loads(storage, path) raised {error!r}") from error
-
-        if view.loaded is None:
-            raise ValueError(
-                f"{type(self.files).__name__}.loads(storage, path) must call storage.load_state_dict(state) with what "
-                "storage.state_dict() returned in dumps"
-            )
-        return view.loaded
-
-    def versions(self, path: Path) -> list[int]:
-        """Return the numbers of the versions in a folder, the newest first."""
-        if path.is_dir():
-            return Folder(path).versions()
-        return []
-
-
 class OwnFilesSave:
     """A save through an `OwnFiles` object."""
 
@@ -139,7 +80,7 @@ class OwnFilesSave:
         if self._written is not None:
             shutil.rmtree(self._written, ignore_errors=True)
 
-    def begin(self, rows: Callable[[], tuple[int, int]]) -> None:
+    def begin(self, lock: AbstractContextManager[Any]) -> None:
         """Do nothing: the rows are written while writers wait."""
 
     def hold(self, head: int, end: int) -> None:
@@ -164,6 +105,33 @@ class OwnFilesSave:
             if path.name not in kept:
                 shutil.rmtree(path, ignore_errors=True)
         return version
+
+
+def read_own_files(
+    files: OwnFiles, path: Path, storage: Storage, version: LoadedVersion, ring: Ring
+) -> dict[str, Any]:
+    """Return the state that ``files.loads`` gives for a version in the folder ``path``; nothing is changed."""
+    name = _folder_in(version.extra)
+    if name is None:
+        raise ValueError(
+            f"the version was not written by {type(files).__name__}: set the checkpointer that wrote it"
+        )
+    if not (path / name).is_dir():
+        raise damaged(f"it lacks the folder {name}")
+
+    view = StorageState(storage, ring.used, ring.pool_size)
+    try:
+        files.loads(view, path / name)
+    except (LookupError, TypeError, AttributeError, RuntimeError) as error:
+        # Otherwise they would be taken for errors of the tables.
+        raise ValueError(f"{type(files).__name__}.loads(storage, path) raised {error!r}") from error
+
+    if view.loaded is None:
+        raise ValueError(
+            f"{type(files).__name__}.loads(storage, path) must call storage.load_state_dict(state) with what "
+            "storage.state_dict() returned in dumps"
+        )
+    return view.loaded
 
 
 def _folder_in(facts: Any) -> str | None:

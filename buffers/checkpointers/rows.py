@@ -1,26 +1,29 @@
 """Checkpointers: for storages whose rows are written to files, and for storages that are on disk already."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
-from tensordict import TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.checkpointers.own_files import OwnFiles, OwnFilesCheckpointer
+from flatroll.buffers.checkpointers.hooks import CONVERTED, Hook, HookedDump, undo_hooks
+from flatroll.buffers.checkpointers.items import dump_items, read_items
+from flatroll.buffers.checkpointers.links import FileLinks
+from flatroll.buffers.checkpointers.own_files import OwnFiles, OwnFilesSave, read_own_files
 from flatroll.buffers.checkpointers.saving import (
+    MOST_BYTES,
+    Reader,
     RowCopy,
     RowWriter,
+    Save,
     SavedFolder,
+    Span,
     load_from,
-    open_folder,
     rows_of_a_segment,
+    versions_in,
 )
 from flatroll.buffers.columns.column import (
     Column,
@@ -35,13 +38,11 @@ from flatroll.buffers.index.ring import Ring
 from flatroll.buffers.index.saved_tables import check_rows, damaged
 from flatroll.buffers.storages.column_storage import ColumnStorage
 from flatroll.buffers.storages.disk.storage import DiskStorage
-from flatroll.buffers.storages.item_kinds import Structure, structure_from_plain
 from flatroll.buffers.storages.list import ListStorage
 from flatroll.buffers.storages.storage import Storage
-from flatroll.disk import Folder, LoadedVersion, Ragged, Version, column_key, column_name
+from flatroll.disk import Folder, LoadedVersion, Ragged, column_name
 from flatroll.disk.checkpoint import SaveOptions
 from flatroll.disk.segments import Column as FileColumn
-from flatroll.disk.state_tree import Packer, from_text, to_text, unpack
 from flatroll.kernels.rows.host_memory import host_memory
 from flatroll.layout.boundaries import run_starts
 from flatroll.layout.keys import NestedKey, next_key, plain_key
@@ -52,23 +53,6 @@ T = TypeVar("T")
 _WRITERS = {"after": "FlatStorageCheckpointer", "starts": "NestedStorageCheckpointer"}
 _STARTS = "#starts"  # bool per row: whether a run begins here
 _AFTER = "#after"  # next values that differ from the next row's values
-_CONVERTED = "#converted"  # output of save hooks for several rows, as bytes in the first row
-#: A hook receives rows (a batch, or a list of items) and returns the same number of rows, or one object for all.
-Hook: TypeAlias = Callable[..., Any]
-Reader: TypeAlias = Callable[[Mapping[str, Tensor]], Mapping[str, FileColumn]]
-
-
-class Span(NamedTuple):
-    """Rows to read from a file.
-
-    Attributes:
-        slots: int64 ``[N]``, slot of each row; -1 for rows that are no longer stored, which come first.
-        read: reads them: returns the result of :meth:`StorageCheckpointerBase.dump`. Its argument is targets by name,
-            tensors ``[N, ...]``; a column is read into its target if dtype and shape match, else into new memory.
-    """
-
-    slots: Tensor
-    read: Reader
 
 
 class StorageCheckpointerBase:
@@ -127,58 +111,40 @@ class StorageCheckpointerBase:
         """Raise an error if this checkpointer does not support ``storage``."""
         return
 
-    def dump_rows(self, storage: Storage, slots: Tensor, path: Path, ring: Ring) -> dict[str, FileColumn]:
-        """Return the result of :meth:`dump`, or of the save hooks, for these rows."""
-        if not self._save_hooks:
-            return self.dump(storage, slots)
+    def open(
+        self, saved: SavedFolder, options: SaveOptions, ring: Ring, segment_rows: int | None = None
+    ) -> RowWriter:
+        """Return a writer for the rows that ``ring`` counts; ``saved`` describes the rows already in its folder.
 
-        rows = self.rows_for_hooks(storage, slots)
-
-        full = len(ring) == ring.capacity
-        converted = False
-        for hook in self._save_hooks:
-            if hasattr(hook, "shift") and hasattr(hook, "is_full"):
-                # Rows are sorted oldest first, independent of the ring's cursor.
-                conversion: Any = hook
-                conversion.shift = 0 if full else len(slots)
-                conversion.is_full = full
-                rows = hook(rows)
-                converted = True
-            else:
-                rows = hook(rows, path=path)
-
-        if converted or (isinstance(rows, TensorDictBase) and not rows.batch_dims):
-            encoded = _to_bytes(rows, "what the save hooks returned")
-            memory = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-            lengths = torch.zeros(len(slots), dtype=torch.int64)
-            lengths[0] = len(memory)
-            return {_CONVERTED: Ragged(memory, lengths)}
-        return self.dump_given(storage.structure, rows, len(slots))
-
-    def rows_for_hooks(self, storage: Storage, slots: Tensor) -> Any:
-        """Return the rows in ``slots`` in the form that hooks receive."""
-        raise TypeError(f"{type(self).__name__} does not accept hooks")
-
-    def dump_given(self, structure: Structure | None, rows: Any, count: int) -> dict[str, FileColumn]:
-        """Return ``count`` rows from a hook as columns of a file; ValueError if their number differs.
-
-        ``structure`` is the kind of rows in the storage.
+        Raises:
+            FileExistsError: at the first change, if the folder holds a version that the buffer has neither saved nor
+                loaded.
+            BlockingIOError: another save to it is running.
         """
-        raise TypeError(f"{type(self).__name__} does not accept hooks")
+        folder = Folder(
+            saved.path,
+            write=True,
+            log=False,
+            resume=saved.folder,
+            segment_rows=segment_rows,
+            segment_bytes=MOST_BYTES,
+            **options._asdict(),
+        )
 
-    def given_from(self, storage: Storage, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
-        """Invert :meth:`dump_given`: return the rows for the load hooks."""
-        raise TypeError(f"{type(self).__name__} does not accept hooks")
+        # Before publishing, so that the next save recognises the version of an interrupted one.
+        saved.folder = folder
+        if not ring.in_order or saved.ring is None or saved.ring() is not ring:
+            folder.forget_rows()
+        return folder
 
-    def open(self, saved: SavedFolder, options: SaveOptions, ring: Ring, segment_rows: int) -> RowWriter:
-        """Return a writer for the rows that ``ring`` counts; ``saved`` describes the rows already in its folder."""
-        return open_folder(saved, options, ring, segment_rows)
-
-    def save(self, storage: Storage, ring: Ring, saved: SavedFolder, options: SaveOptions) -> RowCopy:
+    def save(self, storage: Storage, ring: Ring, saved: SavedFolder, options: SaveOptions) -> Save:
         """Return a save of the rows that ``ring`` counts."""
         segment_rows = rows_of_a_segment(storage.bytes_per_row, ring.capacity)
         writer = self.open(saved, options, ring, segment_rows)
-        dump = partial(self.dump_rows, storage, path=saved.path, ring=ring)
+
+        dump: Callable[[Tensor], Mapping[str, FileColumn]] = partial(self.dump, storage)
+        if self._save_hooks:
+            dump = HookedDump(self._save_hooks, storage, ring, saved.path)
         return RowCopy(saved, writer, dump, ring, segment_rows)
 
     def load_with(
@@ -195,36 +161,15 @@ class StorageCheckpointerBase:
     def restore_version(
         self, storage: Storage, tables: dict[str, Any], version: LoadedVersion, ring: Ring
     ) -> dict[str, Any]:
-        """Return the result of :meth:`restore` for a version with ``ring``'s rows, after the load hooks."""
-        if not self._load_hooks:
-            return self.restore(storage, tables, spans(ring, version), ring.used)
-        changed = []
-
-        for slots, read in spans(ring, version):
-            tensors = read({})
-            if _CONVERTED in tensors:
-                parts = _read_converted(tensors[_CONVERTED])
-            else:
-                parts = [(len(slots), self.given_from(storage, tables, tensors))]
-
-            first = 0
-            for count, given in parts:
-                for hook in self._load_hooks:
-                    given = hook(given)
-
-                structure = structure_from_plain(tables.get("structure"))
-                dumped = self.dump_given(structure, given, count)
-                part = slots[first : first + count]
-                changed.append(Span(part, lambda targets, dumped=dumped: dumped))  # type: ignore[misc]
-                first += count
-
-        return self.restore(storage, tables, changed, ring.used)
+        """Return the storage's state with the rows of ``version``, which ``ring`` counts; nothing is changed."""
+        spans: Iterable[Span] = find_spans(ring, version)
+        if self._load_hooks:
+            spans = undo_hooks(self._load_hooks, tables, spans)
+        return self.restore(storage, tables, spans, ring.used)
 
     def versions(self, path: Path) -> list[int]:
         """Return the numbers of the versions in a folder, the newest first."""
-        if path.is_dir():
-            return Folder(path).versions()
-        return []
+        return versions_in(path)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -325,34 +270,6 @@ class TensorStorageCheckpointer(StorageCheckpointerBase):
                 raise ValueError(f"the entry {key!r}: {error}") from None
         return {**tables, "columns": restored}
 
-    @override
-    def rows_for_hooks(self, storage: Storage, slots: Tensor) -> Any:
-        own = [key for key, column in storage.columns.items() if type(column).dump is not Column.dump]
-        if own:
-            raise TypeError(
-                f"hooks take rows of plain tensors, the storage keeps {own[0]!r} in another form: leave it out of "
-                "frame_stack, codec and sparse"
-            )
-
-        values = {key: column.take(slots) for key, column in storage.columns.items()}
-        return storage.build(values, slots.shape)
-
-    @override
-    def dump_given(self, structure: Structure | None, rows: Any, count: int) -> dict[str, FileColumn]:
-        assert structure is not None  # tensor rows have exactly one
-        columns = structure.columns(rows)
-        if {len(values) for values in columns.values()} != {count}:
-            raise ValueError(f"a hook was given {count} rows and must return the same number")
-        return {column_name(key): values for key, values in columns.items()}
-
-    @override
-    def given_from(self, storage: Storage, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
-        columns = {column_key(name): values for name, values in tensors.items() if isinstance(values, Tensor)}
-        structure = structure_from_plain(tables["structure"])
-        if structure is None:
-            raise damaged("its rows are of an unknown kind")
-        return structure.build(columns, torch.Size({len(values) for values in columns.values()}))
-
 
 class ListStorageCheckpointer(StorageCheckpointerBase):
     """The checkpointer of `ListStorage`: items are written as JSON and tensors, without pickle.
@@ -368,7 +285,9 @@ class ListStorageCheckpointer(StorageCheckpointerBase):
 
     @override
     def dump(self, storage: Storage, slots: Tensor) -> dict[str, FileColumn]:
-        return self.dump_given(None, storage.read_rows(slots), len(slots))
+        rows = storage.read_rows(slots)
+        assert isinstance(rows, list)
+        return dump_items(rows)
 
     @override
     def restore(
@@ -376,39 +295,11 @@ class ListStorageCheckpointer(StorageCheckpointerBase):
     ) -> dict[str, Any]:
         items: list[Any] = [None] * rows
         for slots, read in spans:
-            tensors = read({})
-            column = tensors.get("items")
-            if (
-                not isinstance(column, Ragged)
-                or tensors.keys() != {"items"}
-                or column.values.dtype is not torch.uint8
-            ):
-                raise damaged("a part has no items")
-
-            memory = column.values.numpy().tobytes()
-            end = 0
-            for slot, size in zip(slots.tolist(), column.lengths.tolist(), strict=True):
-                end += size
-                if slot >= 0:
-                    items[slot] = _from_bytes(memory[end - size : end])
+            gone = int((slots < 0).sum())
+            found = read_items(read({}), gone)
+            for slot, item in zip(slots[gone:].tolist(), found, strict=True):
+                items[slot] = item
         return {"items": items}
-
-    @override
-    def rows_for_hooks(self, storage: Storage, slots: Tensor) -> Any:
-        return storage.read_rows(slots)
-
-    @override
-    def dump_given(self, structure: Structure | None, rows: Any, count: int) -> dict[str, FileColumn]:
-        if len(rows) != count:
-            raise ValueError(f"a hook was given {count} items and must return as many, got {len(rows)}")
-        return {"items": _end_to_end([_to_bytes(item, f"item {i}") for i, item in enumerate(rows)])}
-
-    @override
-    def given_from(self, storage: Storage, tables: dict[str, Any], tensors: Mapping[str, FileColumn]) -> Any:
-        column = tensors.get("items")
-        count = len(column.lengths) if isinstance(column, Ragged) else 0
-        dumped = Span(torch.arange(count), lambda targets: tensors)
-        return self.restore(storage, tables, [dumped], count)["items"]
 
 
 class FlatStorageCheckpointer(TensorStorageCheckpointer):
@@ -512,7 +403,7 @@ class NestedStorageCheckpointer(FlatStorageCheckpointer):
         return super().restore(storage, tables, kept, rows)
 
 
-class DiskStorageCheckpointer:
+class DiskStorageCheckpointer(StorageCheckpointerBase):
     """The checkpointer of `DiskStorage`, which links files instead of writing rows.
 
     A save hard-links the files into the checkpoint's folder (on another file system it copies them); files exist as
@@ -535,19 +426,22 @@ class DiskStorageCheckpointer:
     >>> folder.cleanup()
     """
 
+    @override
     def check(self, storage: Storage) -> None:
-        """Raise TypeError if this checkpointer does not support ``storage``."""
         if not isinstance(storage, DiskStorage):
             raise TypeError(
                 f"DiskStorageCheckpointer is for a DiskStorage, this is a {type(storage).__name__}"
             )
 
-    def save(self, storage: Storage, ring: Ring, saved: SavedFolder, options: SaveOptions) -> "FileLinks":
-        """Return a save of the rows that ``ring`` counts."""
+    @override
+    def save(self, storage: Storage, ring: Ring, saved: SavedFolder, options: SaveOptions) -> FileLinks:
         assert isinstance(storage, DiskStorage)  # guaranteed by `check`
         _check_other(storage, saved.path)
-        return FileLinks(storage, open_folder(saved, options, ring), saved, ring)
+        folder = self.open(saved, options, ring)
+        assert isinstance(folder, Folder)
+        return FileLinks(storage, folder, saved, ring)
 
+    @override
     def load_with(
         self,
         storage: Storage,
@@ -556,71 +450,59 @@ class DiskStorageCheckpointer:
         number: int | None,
         strict: bool,
     ) -> tuple[T, Folder | None]:
-        """Return ``use(version)`` of the newest complete (or the given) version, and its folder."""
         assert isinstance(storage, DiskStorage)
         _check_other(storage, path)
-        return load_from(path, use, number, strict)
+        return super().load_with(storage, path, use, number, strict)
 
+    @override
     def restore_version(
         self, storage: Storage, tables: dict[str, Any], version: LoadedVersion, ring: Ring
     ) -> dict[str, Any]:
-        """Return the storage's state with the rows of ``version``, counted by ``ring``; nothing is changed."""
         assert isinstance(storage, DiskStorage)
         return storage.linked(tables, version, ring)
 
-    def versions(self, path: Path) -> list[int]:
-        """Return the numbers of the versions in a folder, the newest first."""
-        if path.is_dir():
-            return Folder(path).versions()
-        return []
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
+class OwnFilesCheckpointer(StorageCheckpointerBase):
+    """Saves the rows through an `OwnFiles` object, in a folder for each version, and the tables beside them.
 
-
-class FileLinks:
-    """A save that links the files of a storage.
-
-    Args:
-        storage: its files are not changed between :meth:`hold` and :meth:`close`.
-        folder: folder of the version.
-        saved: the buffer's rows in the folder.
-        ring: counts the rows.
+    All rows are written each time, while writers to the buffer wait.
     """
 
-    def __init__(self, storage: DiskStorage, folder: Folder, saved: SavedFolder, ring: Ring) -> None:
-        self._storage = storage
-        self._folder = folder
-        self._saved = saved
-        self._ring = ring
-        self._held: AbstractContextManager[Any] | None = None
-        self._head = 0
+    def __init__(self, files: OwnFiles) -> None:
+        super().__init__()
+        self.files = files
 
-    def close(self) -> None:
-        """Release writers and the folder."""
-        if self._held is not None:
-            self._held.__exit__(None, None, None)
-        self._folder.close()
+    @override
+    def check(self, storage: Storage) -> None:
+        if isinstance(storage, DiskStorage):
+            raise TypeError(
+                f"{type(self.files).__name__} writes the rows of storages in memory, but those of a DiskStorage are "
+                "in files already: use DiskStorageCheckpointer, its default"
+            )
 
-    def begin(self, rows: Callable[[], tuple[int, int]]) -> None:
-        """Make the storage write its rows in memory to files."""
-        if not self._storage.read_only:
-            self._storage.flush()
+    @override
+    def save(self, storage: Storage, ring: Ring, saved: SavedFolder, options: SaveOptions) -> OwnFilesSave:
+        folder = self.open(saved, options, ring)
+        assert isinstance(folder, Folder)
+        return OwnFilesSave(self.files, storage, folder, saved, ring)
 
-    def hold(self, head: int, end: int) -> None:
-        """Freeze the files; new rows stay in memory from now on."""
-        held = self._storage.held()
-        held.__enter__()
-        self._held = held
-        self._head = head
+    @override
+    def load_with(
+        self,
+        storage: Storage,
+        path: Path,
+        use: Callable[[LoadedVersion], T],
+        number: int | None,
+        strict: bool,
+    ) -> tuple[T, Folder | None]:
+        self._path = path
+        return super().load_with(storage, path, use, number, strict)
 
-    def publish(self, packer: Packer, facts: Mapping[str, Any]) -> Version:
-        """Link the files and publish a version."""
-        segments, first = self._storage.linkable(self._head)
-        self._folder.adopt(segments)
-        version = self._folder.publish(packer.tree, packer.tensors, head=first, extra=facts)
-        self._saved.note(self._ring)
-        return version
+    @override
+    def restore_version(
+        self, storage: Storage, tables: dict[str, Any], version: LoadedVersion, ring: Ring
+    ) -> dict[str, Any]:
+        return read_own_files(self.files, self._path, storage, version, ring)
 
 
 class StorageEnsembleCheckpointer:
@@ -630,11 +512,7 @@ class StorageEnsembleCheckpointer:
         return f"{type(self).__name__}()"
 
 
-#: Any object that saves the rows of a storage.
-Checkpointer: TypeAlias = StorageCheckpointerBase | DiskStorageCheckpointer | OwnFilesCheckpointer
-
-
-def find_checkpointer(storage: Storage) -> Checkpointer:
+def find_checkpointer(storage: Storage) -> StorageCheckpointerBase:
     """Return the checkpointer of ``storage``, the default one if none was set; TypeError if it does not fit."""
     if storage.checkpointer is None:
         if isinstance(storage, DiskStorage):
@@ -646,14 +524,9 @@ def find_checkpointer(storage: Storage) -> Checkpointer:
 
     checkpointer = storage.checkpointer
     if isinstance(checkpointer, OwnFiles):
-        if isinstance(storage, DiskStorage):
-            raise TypeError(
-                f"{type(checkpointer).__name__} writes the rows of storages in memory, but those of a DiskStorage are "
-                "in files already: use DiskStorageCheckpointer, its default"
-            )
-        return OwnFilesCheckpointer(checkpointer)
+        checkpointer = OwnFilesCheckpointer(checkpointer)
 
-    if not isinstance(checkpointer, StorageCheckpointerBase | DiskStorageCheckpointer):
+    if not isinstance(checkpointer, StorageCheckpointerBase):
         raise TypeError(
             "checkpointer must be a StorageCheckpointerBase, such as TensorStorageCheckpointer(), or have "
             f"dumps(storage, path) and loads(storage, path), got {checkpointer!r}"
@@ -687,7 +560,7 @@ def _check_other(storage: DiskStorage, path: Path) -> None:
         )
 
 
-def spans(ring: Ring, version: LoadedVersion) -> Iterator[Span]:
+def find_spans(ring: Ring, version: LoadedVersion) -> Iterator[Span]:
     """Return the spans of ``ring``'s rows in a version's files; ValueError if the version has other rows."""
     head, end = ring.saved_rows
     check_rows((head, end), (version.head, version.end))
@@ -709,7 +582,7 @@ def _group_by_entry(
     found: dict[NestedKey, dict[str, FileColumn]] = {key: {} for key in names.values()}
     for name, values in tensors.items():
         column, _, part = name.partition("#")
-        if name == _CONVERTED:
+        if name == CONVERTED:
             raise ValueError(
                 "save hooks changed the form of the rows: register the inverse with "
                 "buffer.register_load_hook, such as Flat2TED() for TED2Flat()"
@@ -722,62 +595,6 @@ def _group_by_entry(
             raise damaged(f"its rows have an entry {column!r}, expected {sorted(names)}")
         found[names[column]][part or "values"] = values
     return found
-
-
-def _read_converted(column: FileColumn) -> list[tuple[int, Any]]:
-    """Return the save hooks' results and the number of rows of each."""
-    if (
-        not isinstance(column, Ragged)
-        or column.values.dtype is not torch.uint8
-        or not int(column.lengths[:1].sum())
-    ):
-        raise damaged("a part has no rows")
-
-    memory = column.values.numpy().tobytes()
-    firsts = column.lengths.nonzero().squeeze(1)
-    ends = column.lengths[firsts].cumsum(0).tolist()
-    counts = torch.diff(firsts, append=torch.tensor([len(column.lengths)])).tolist()
-
-    starts = [0, *ends[:-1]]
-    return [
-        (count, _from_bytes(memory[start:end]))
-        for count, start, end in zip(counts, starts, ends, strict=True)
-    ]
-
-
-def _to_bytes(item: object, name: str) -> bytes:
-    """Encode an item: the length of its JSON in 8 bytes, the JSON, and its tensors as a safetensors file."""
-    try:
-        packer = Packer()
-        value = packer.value(item, "state", 0)
-    except TypeError as error:
-        raise TypeError(
-            f"{name}: {error}. ListStorage keeps any object in memory, but cannot save this one to disk"
-        ) from None
-
-    text = to_text(value).encode()
-    return len(text).to_bytes(8, "little") + text + save(packer.tensors)
-
-
-def _from_bytes(memory: bytes) -> Any:
-    size = int.from_bytes(memory[:8], "little")
-    if size > len(memory) - 8:
-        raise damaged("an item is cut short")
-    try:
-        tensors = load(memory[8 + size :])
-    except SafetensorError as error:
-        raise damaged(f"the tensors of an item cannot be read ({error})") from None
-    return unpack(from_text(memory[8 : 8 + size]), tensors)
-
-
-def _end_to_end(pieces: list[bytes]) -> Ragged:
-    if pieces:
-        values = torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8)
-    else:
-        values = torch.zeros(0).byte()
-
-    lengths = torch.tensor([len(piece) for piece in pieces], dtype=torch.int64)
-    return Ragged(values, lengths)
 
 
 def _without_starts(read: Reader, targets: Mapping[str, Tensor]) -> dict[str, FileColumn]:

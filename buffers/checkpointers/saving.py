@@ -1,20 +1,28 @@
-"""Saving a buffer: what is known about each folder, and saves by copies or by links."""
+"""Saving a buffer: the methods that buffers and ensembles share, the state of each folder, and saves that copy rows."""
 
+import os
 import threading
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from flatroll.buffers.index.ring import Ring
 from flatroll.disk import Folder, LoadedVersion, Version
-from flatroll.disk.checkpoint import SaveOptions
+from flatroll.disk.checkpoint import Apply, Others, SaveOptions
+from flatroll.disk.segments import Column
 from flatroll.disk.state_tree import Packer
+from flatroll.layout.checks import check_flags, check_path, check_whole_number
 
 T = TypeVar("T")
+Reader: TypeAlias = Callable[[Mapping[str, Tensor]], Mapping[str, Column]]
 # limits of the bytes per segment
 LEAST_BYTES = 2**22
 MOST_BYTES = 2**25
@@ -23,25 +31,23 @@ _ROW_BYTES = 1000  # assumed bytes of a row of unknown size
 _MOST_EDITS = 1000  # maximum number of edits recorded one by one
 
 
+@dataclass(slots=True)
 class SavedFolder:
     """The state of a buffer's rows in a folder, so that the next save writes only new rows.
 
     Args:
         path: path of the folder.
-
-    Attributes:
         folder: the closed `Folder` of the last save or load, which knows this run's versions.
         ring: counts the rows in the folder; None or dead if the folder has other rows than the buffer.
         edits: first and last row number of each in-place edit since then.
         saving: whether a save is running, which relies on the order of the edits.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.folder: Folder | None = None
-        self.ring: weakref.ref[Ring] | None = None
-        self.edits: list[tuple[int, int]] = []
-        self.saving = False
+    path: Path
+    folder: Folder | None = None
+    ring: weakref.ref[Ring] | None = None
+    edits: list[tuple[int, int]] = field(default_factory=list)
+    saving: bool = False
 
     def note(self, ring: Ring, edits: int = 0) -> None:
         """Record that the folder has ``ring``'s rows, including the first ``edits`` edits."""
@@ -107,14 +113,115 @@ class SavedFolders:
         self._thread.start()
 
 
+class SavesToFolders:
+    """The methods of a buffer, or of an ensemble of buffers, that save it to folders and load it.
+
+    Attributes:
+        saves: what is known of the folders.
+    """
+
+    saves: SavedFolders
+
+    @abstractmethod
+    def save_version(self, path: Path, others: Others, options: SaveOptions) -> Version:
+        """Publish a version, and ``others`` (plain values by name) with it, in a folder; see `Checkpoint`."""
+
+    @abstractmethod
+    def load_version(self, path: Path, number: int | None, strict: bool) -> tuple[Others, Apply]:
+        """Read and check a version; return the values saved with it, and a function that loads the rest."""
+
+    def dumps(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        wait: bool = True,
+        sync: bool = True,
+        keep: int = 2,
+        overwrite: bool = False,
+    ) -> None:
+        """Save rows, sampler, writer and random state to a folder, for :meth:`loads`; transforms are not in it.
+
+        A second save to the same folder writes only new rows and the tables. Saves are atomic: if the process is
+        killed, the folder holds either the previous version or this one. Other threads may write and sample
+        meanwhile. No pickle is written or read. ``storage.checkpointer`` determines the form of the rows.
+
+        Args:
+            path: the folder, created if necessary.
+            wait: return when everything is written, default True. If False, a thread saves; the next call of `dumps`
+                or `loads` waits for it and raises its error.
+            sync: also flush to disk, safe from a power loss, default True.
+            keep: number of versions kept in the folder, default 2.
+            overwrite: start over in a folder with a version that this buffer has neither saved nor loaded, default
+                False.
+
+        Raises:
+            FileExistsError: the folder has such a version.
+            BlockingIOError: another save to it is running.
+            TypeError: the state contains unsupported values, such as an object in a `ListStorage`.
+            OSError: the disk is full or failed; the previous version is intact.
+
+        >>> import tempfile, torch
+        >>> from flatroll.buffers import LazyTensorStorage, ReplayBuffer
+        >>> buffer, other = (ReplayBuffer(storage=LazyTensorStorage(4)) for _ in range(2))
+        >>> rows = buffer.extend(torch.arange(3))
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     buffer.dumps(path)
+        ...     other.loads(path)
+        >>> other[:]
+        tensor([0, 1, 2])
+        """
+        check_flags(sync=sync, overwrite=overwrite, wait=wait)
+        options = SaveOptions(sync, check_whole_number("keep", keep), overwrite)
+        folder = check_path("path", path).absolute()
+        self.saves.dumps(partial(self.save_version, folder, {}, options), wait)
+
+    def loads(
+        self, path: str | os.PathLike[str], *, version: int | None = None, strict: bool = False
+    ) -> None:
+        """Restore what :meth:`dumps` saved, like `load_state_dict`; the same samples follow.
+
+        Nothing in the folder is trusted: checksums, sizes and tables are checked before anything changes. `dumps` and
+        `loads` do not call `state_dict` or `load_state_dict`: save further state of a subclass with `Checkpoint`, as
+        a separate part.
+
+        Args:
+            path: of the folder.
+            version: number of a kept version, default the newest.
+            strict: raise if the newest version is damaged; by default warn and load the previous one.
+
+        Raises:
+            FileNotFoundError: the folder, or a version in it, does not exist (the message lists the versions).
+            ValueError: the storage's capacity, kind or entries differ (the message says how to load it anyway), files
+                are damaged, or the folder is from a later version of the package.
+        """
+        check_flags(strict=strict)
+        if version is not None:
+            check_whole_number("version", version)
+
+        folder = check_path("path", path)
+        self.saves.join()
+        _, apply = self.load_version(folder, version, strict)
+        apply()
+
+    def dump(self, path: str | os.PathLike[str], **options: Any) -> None:
+        """See :meth:`dumps`."""
+        self.dumps(path, **options)
+
+    save = dump
+
+    def load(self, path: str | os.PathLike[str], **options: Any) -> None:
+        """See :meth:`loads`."""
+        self.loads(path, **options)
+
+
 class Save(Protocol):
     """A save of a buffer's rows; the buffer calls its methods in this order."""
 
-    def begin(self, rows: Callable[[], tuple[int, int]]) -> None:
+    def begin(self, lock: AbstractContextManager[Any]) -> None:
         """Write what can be written while other threads write to the buffer.
 
         Args:
-            rows: returns the current numbers of the first row to save and of the row after the last.
+            lock: the buffer's lock for readers, under which its ring is read.
         """
         ...
 
@@ -168,6 +275,7 @@ class RowWriter(Protocol):
         ...
 
 
+@dataclass(slots=True)
 class RowCopy:
     """A save that copies rows.
 
@@ -182,98 +290,78 @@ class RowCopy:
         segment_rows: rows per file.
     """
 
-    def __init__(
-        self,
-        saved: SavedFolder,
-        writer: RowWriter,
-        dump: Callable[[Tensor], Mapping[str, Any]],
-        ring: Ring,
-        segment_rows: int,
-    ) -> None:
-        self._saved = saved
-        self._writer = writer
-        self._ring = ring
-        self._count = segment_rows
-        self._dump = dump
-
-        self._parts: list[tuple[int, Mapping[str, Any]]] = []
-        self._head = 0
-        self._edits = 0
-        saved.saving = True
+    saved: SavedFolder
+    writer: RowWriter
+    dump: Callable[[Tensor], Mapping[str, Any]]
+    ring: Ring
+    segment_rows: int
+    _parts: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)  # first row and columns of each
+    _head: int = 0
+    _edits: int = 0
 
     def close(self) -> None:
         """Release the target; another save may begin."""
-        self._saved.saving = False
-        self._writer.close()
+        self.saved.saving = False
+        self.writer.close()
 
-    def begin(self, rows: Callable[[], tuple[int, int]]) -> None:
+    def begin(self, lock: AbstractContextManager[Any]) -> None:
         """Append rows until less than a segment remains."""
+        self.saved.saving = True
         for _ in range(4 * _PARTS):  # if writers are faster, copy the rest while they wait
-            head, end = rows()
-            self._writer.drop_before(head)
-            first = self._writer.end
-            if end - first <= self._count:
+            with lock:
+                head, end = self.ring.saved_rows
+
+            self.writer.drop_before(head)
+            first = self.writer.end
+            if end - first <= self.segment_rows:
                 return
 
             # Rows overwritten meanwhile are below the version's head and are not read again.
-            slots = torch.arange(first, first + self._count) % self._ring.capacity
-            self._writer.append(self._dump(slots))
+            slots = torch.arange(first, first + self.segment_rows) % self.ring.capacity
+            self.writer.append(self.dump(slots))
 
     def hold(self, head: int, end: int) -> None:
         """Copy the remaining rows and edited rows of existing files, in memory."""
         self._head = head
-        self._edits = len(self._saved.edits)
-        self._writer.drop_before(head)
+        self._edits = len(self.saved.edits)
+        self.writer.drop_before(head)
 
         ranges = [
             (segment.first, segment.end)
-            for segment in self._writer.segments
-            if any(low < segment.end and segment.first <= high for low, high in self._saved.edits)
+            for segment in self.writer.segments
+            if any(low < segment.end and segment.first <= high for low, high in self.saved.edits)
         ]
-        if self._writer.end < end:
-            ranges.append((self._writer.end, end))
+        if self.writer.end < end:
+            ranges.append((self.writer.end, end))
 
         for first, stop in ranges:
-            slots = torch.arange(first, stop) % self._ring.capacity
-            self._parts.append((first, self._dump(slots)))
+            slots = torch.arange(first, stop) % self.ring.capacity
+            self._parts.append((first, self.dump(slots)))
 
     def publish(self, packer: Packer, facts: Mapping[str, Any]) -> Version:
         """Write the remaining rows and publish them together with the contents of ``packer``."""
         for first, columns in self._parts:
-            if first < self._writer.end:
-                self._writer.replace(columns, first)
+            if first < self.writer.end:
+                self.writer.replace(columns, first)
             else:
-                self._writer.append(columns)
+                self.writer.append(columns)
 
-        version = self._writer.publish(packer.tree, packer.tensors, head=self._head, extra=facts)
-        self._saved.note(self._ring, self._edits)
+        version = self.writer.publish(packer.tree, packer.tensors, head=self._head, extra=facts)
+        self.saved.note(self.ring, self._edits)
         return version
 
 
-def open_folder(
-    saved: SavedFolder, options: SaveOptions, ring: Ring, segment_rows: int | None = None
-) -> Folder:
-    """Open a folder to save ``ring``'s rows after the buffer's existing rows there.
+class Span(NamedTuple):
+    """Rows to read from a file.
 
-    Raises:
-        FileExistsError: at the first change, if it holds a version that this buffer has neither saved nor loaded.
-        BlockingIOError: another save to it is running.
+    Attributes:
+        slots: int64 ``[N]``, slot of each row; -1 for rows that are no longer stored, which come first.
+        read: reads them: returns the result of :meth:`StorageCheckpointerBase.dump`. Its argument is targets by name,
+            tensors ``[N, ...]``; a column is read into its target if dtype and shape match, else into new memory.
     """
-    folder = Folder(
-        saved.path,
-        write=True,
-        log=False,
-        resume=saved.folder,
-        segment_rows=segment_rows,
-        segment_bytes=MOST_BYTES,
-        **options._asdict(),
-    )
 
-    # Before publishing, so that the next save recognises the version of an interrupted one.
-    saved.folder = folder
-    if not ring.in_order or saved.ring is None or saved.ring() is not ring:
-        folder.forget_rows()
-    return folder
+    slots: Tensor
+    read: Reader
 
 
 def load_from(
@@ -292,3 +380,10 @@ def rows_of_a_segment(row_bytes: int, capacity: int) -> int:
     """Return the number of rows per file, given the bytes per row."""
     size = row_bytes or _ROW_BYTES
     return max(1, min(max(-(-capacity // _PARTS), LEAST_BYTES // size), MOST_BYTES // size))
+
+
+def versions_in(path: Path) -> list[int]:
+    """Return the numbers of the versions in a folder, the newest first; empty if there is none to load."""
+    if path.is_dir():
+        return Folder(path).versions()
+    return []

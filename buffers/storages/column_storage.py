@@ -508,40 +508,24 @@ class ColumnStorage(Storage):
         """Return the columns, or, before the first batch, blank ones like those that the tables in ``state`` describe;
         ValueError if the tables are invalid, or differ from the columns in shape, dtype or kind."""
         like = state["like"]
-        _check_row_form(like)
-
-        structure = structure_from_plain(state["structure"])
-        if structure is None:
-            raise damaged("its rows are of an unknown kind")
-
-        # Build and flatten an empty batch of that kind.
-        rows = {key: torch.empty((0, *shape), dtype=dtype) for key, (dtype, shape) in like.items()}
-        try:
-            again = structure.columns(structure.build(rows, torch.Size([0])))
-        except (KeyError, RuntimeError, TypeError) as error:
-            raise damaged(f"its entries do not make rows of its kind ({error})") from None
-        flattened = {key: (column.dtype, column.shape[1:]) for key, column in again.items()}
-        if flattened != dict(like):
-            raise damaged("its entries are not those of its kind of rows")
+        if not self.columns or structure_to_plain(self.structure) != state["structure"]:
+            _check_row_form(like, structure_from_plain(state["structure"]))
 
         columns = self.columns or {
             key: self.make_column(key, *kind) or self._blank_column(key, *kind) for key, kind in like.items()
         }
 
-        saved = {key: _show_form(dtype, shape, state["kinds"][key]) for key, (dtype, shape) in like.items()}
-        here = {
-            key: _show_form(column.dtype, column.shape, _column_kind(column))
-            for key, column in columns.items()
+        expected = {
+            key: (column.dtype, column.shape, _column_kind(column)) for key, column in columns.items()
         }
-        for key in {**saved, **here}:
-            got = saved.get(key, "nothing")
-            expected = here.get(key, "nothing")
-            if got != expected:
-                raise ValueError(
-                    f"the state has {got} as {shown(key)}, this storage keeps {expected}: load it into a storage "
-                    "created like the saved one, and extend this buffer with other.oldest_first(), changed as "
-                    "needed"
-                )
+        saved = {key: (dtype, shape, state["kinds"][key]) for key, (dtype, shape) in like.items()}
+        if saved != expected:
+            key = next(key for key in {**saved, **expected} if saved.get(key) != expected.get(key))
+            raise ValueError(
+                f"the state has {_show_form(saved.get(key))} as {shown(key)}, this storage keeps "
+                f"{_show_form(expected.get(key))}: load it into a storage created like the saved one, and extend this "
+                "buffer with other.oldest_first(), changed as needed"
+            )
         return columns
 
     @override
@@ -570,7 +554,6 @@ class ColumnStorage(Storage):
                 f"the state is of a storage with compact_obs={bool(state['pool'])}, this one has "
                 f"compact_obs={self.compact_obs}"
             )
-        self.columns_like(state)
 
     @override
     def check_state_dict(self, state: dict[str, Any], ring: Ring) -> None:
@@ -672,8 +655,9 @@ def _column_kind(column: Column) -> str:
     return f" in a {column.saved_as}"
 
 
-def _check_row_form(like: Mapping[Any, tuple[Any, Any]]) -> None:
-    """Raise ValueError unless each entry of a state's table has a key, a dtype and a shape."""
+def _check_row_form(like: Mapping[Any, tuple[Any, Any]], structure: Structure | None) -> None:
+    """Raise ValueError unless each entry of a state's table has a key, a dtype and a shape, and together they are
+    those of rows of this structure."""
     for key, (dtype, shape) in like.items():
         names = key if isinstance(key, tuple) else (key,)
         if not names or not all(isinstance(name, str) for name in names):
@@ -682,7 +666,24 @@ def _check_row_form(like: Mapping[Any, tuple[Any, Any]]) -> None:
         if not isinstance(dtype, torch.dtype) or not is_shape:
             raise damaged(f"its entry {key!r} has the dtype {dtype!r} and the shape {shape!r}")
 
+    if structure is None:
+        raise damaged("its rows are of an unknown kind")
 
-def _show_form(dtype: torch.dtype, shape: torch.Size, kind: str) -> str:
-    """Return the form of a column in words, for errors."""
+    # Build and flatten an empty batch of that kind.
+    rows = {key: torch.empty((0, *shape), dtype=dtype) for key, (dtype, shape) in like.items()}
+    try:
+        again = structure.columns(structure.build(rows, torch.Size([0])))
+    except (KeyError, RuntimeError, TypeError) as error:
+        raise damaged(f"its entries do not make rows of its kind ({error})") from None
+
+    flattened = {key: (column.dtype, column.shape[1:]) for key, column in again.items()}
+    if flattened != dict(like):
+        raise damaged("its entries are not those of its kind of rows")
+
+
+def _show_form(form: tuple[torch.dtype, torch.Size, str] | None) -> str:
+    """Return the dtype, shape and kind of a column in words, for errors."""
+    if form is None:
+        return "nothing"
+    dtype, shape, kind = form
     return f"{dtype} {tuple(shape)} per row{kind}"

@@ -32,7 +32,7 @@ OTHERS = {
     ("datasets/preprocess.py", "pickle"),  # an error's name
     ("datasets/formats/episodes.py", "pickle"),  # an error's name
     ("datasets/formats/d4rl.py", "import_module"),
-    ("layout/export.py", "import_module"),
+    ("layout/checks.py", "import_module"),
 }
 
 

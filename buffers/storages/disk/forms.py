@@ -13,7 +13,7 @@ from flatroll.buffers.columns.zstd import frame_size
 from flatroll.buffers.index.ring import Array
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.disk import Ragged
-from flatroll.layout.export import optional_package
+from flatroll.layout.checks import optional_package
 
 BLOCK_ROWS = 8  # rows compressed together: adjacent rows share most of their bytes
 

@@ -606,8 +606,9 @@ class DiskStorage(ColumnStorage):
 
         Raises:
             DamagedFileError: a file is damaged.
-            ValueError: the rows do not match the tables.
+            ValueError: the rows do not match the tables, or the tables the storage.
         """
+        self.columns_like(tables)
         log = tables["log"]
         offset = log["offset"]
         noted = log["layout"]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase
 from torch import Tensor
 
-from flatroll.layout.export import optional_package
+from flatroll.layout.checks import optional_package
 from flatroll.layout.ted import NestedRuns
 from flatroll.layout.trajectories import nested_values
 

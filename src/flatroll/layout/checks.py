@@ -27,18 +27,20 @@
 | `check_writer_number` | the number of a writer |
 | `check_options` | a mask that leaves each choice an option |
 | `warn_of_scales` | rows of one scale |
+| `optional_package` | a package that an extra installs |
 
 Each returns the checked value, for assignments such as ``self.slots = check_whole_number("slots", slots)``. ``hint``
 is a suggested fix, added after a colon. Arguments that Python or torch already check well need no check.
 """
 
+import importlib
 import os
 import warnings
 from collections.abc import Collection, Iterable, Iterator, KeysView, Sequence
 from difflib import get_close_matches
 from operator import index
 from pathlib import Path
-from typing import SupportsFloat, SupportsIndex, TypeVar, cast
+from typing import Any, SupportsFloat, SupportsIndex, TypeVar, cast
 
 import numpy as np
 import torch
@@ -710,3 +712,13 @@ def check_writer_number(writer: object) -> int:
     except (TypeError, RuntimeError):  # a tensor of several numbers, or an empty one
         pass
     raise ValueError(f"writer must be in [0, 2**23), got {as_text(writer)}")
+
+
+def optional_package(name: str, extra: str, needed_by: str) -> Any:
+    """Import the package ``name``; the ImportError names the extra."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f'{needed_by} needs {name}, which is not installed: pip install "flatroll[{extra}]"'
+        ) from error

@@ -4,7 +4,6 @@ Every format has one column per entry, with a dotted name (``("next", "reward")`
 row of the batch, in order. Markers are columns like all others.
 """
 
-import importlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ import numpy.typing as npt
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from flatroll.layout.checks import as_text, check_rows, check_type
+from flatroll.layout.checks import as_text, check_rows, check_type, optional_package
 from flatroll.layout.keys import (
     DONE,
     EPISODE_REWARD,
@@ -477,13 +476,3 @@ def _noted_shape(name: str, record: bytes) -> list[int]:
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"column {name!r} does not record the shape of its rows: {record[:80]!r}")
     return shape
-
-
-def optional_package(name: str, extra: str, needed_by: str) -> Any:
-    """Import the package ``name``; the ImportError names the extra."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(
-            f'{needed_by} needs {name}, which is not installed: pip install "flatroll[{extra}]"'
-        ) from error

@@ -4,7 +4,7 @@ import os
 from collections.abc import Collection
 from typing import Any
 
-from flatroll.layout.export import optional_package
+from flatroll.layout.checks import optional_package
 
 _DEEPEST = 64  # maximum depth of groups
 # Limits of the decompressed size, to refuse decompression bombs: this many times the stored size (DEFLATE

@@ -9,7 +9,8 @@ from tensordict import TensorDict
 
 from flatroll.buffers import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
 from flatroll.buffers.checkpointers import rows as copying
-from flatroll.buffers.checkpointers.rows import Span, TensorStorageCheckpointer
+from flatroll.buffers.checkpointers.rows import TensorStorageCheckpointer
+from flatroll.buffers.checkpointers.saving import Span
 from flatroll.buffers.columns.column import Column, TensorColumn
 from flatroll.kernels.rows.host_memory import host_memory
 

@@ -13,8 +13,8 @@ from typing_extensions import override
 from flatroll.datasets import ids
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, DatasetOptions
 from flatroll.datasets.formats.episodes import count_on, damage_in, files_in, make_episode
-from flatroll.layout.checks import check_flags, check_path
-from flatroll.layout.export import Array, optional_package
+from flatroll.layout.checks import check_flags, check_path, optional_package
+from flatroll.layout.export import Array
 from flatroll.layout.hdf5 import h5_columns
 from flatroll.layout.keys import NestedKey, plain_key
 

@@ -10,8 +10,8 @@ from tensordict import TensorDict
 from flatroll.datasets.formats.episodes import damage_in
 from flatroll.datasets.formats.sources import CHUNK_BYTES, Source, first_rows
 from flatroll.disk.files import SteadyFile
-from flatroll.layout.checks import check_whole_number
-from flatroll.layout.export import from_numpy, optional_package, to_numpy
+from flatroll.layout.checks import check_whole_number, optional_package
+from flatroll.layout.export import from_numpy, to_numpy
 from flatroll.layout.hdf5 import h5_columns
 from flatroll.layout.keys import as_tuple
 

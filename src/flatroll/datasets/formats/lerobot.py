@@ -27,16 +27,8 @@ from flatroll.datasets.formats.episodes import damage_in, naming
 from flatroll.datasets.formats.sources import Source, check_follows, read_episodes
 from flatroll.datasets.formats.tables import MAX_BYTES, row_groups
 from flatroll.layout import checks
-from flatroll.layout.export import (
-    Array,
-    from_arrow,
-    from_columns,
-    from_numpy,
-    optional_package,
-    to_arrow,
-    to_columns,
-    to_numpy,
-)
+from flatroll.layout.checks import optional_package
+from flatroll.layout.export import Array, from_arrow, from_columns, from_numpy, to_arrow, to_columns, to_numpy
 from flatroll.layout.keys import NEXT, OBSERVATION, as_tuple, next_key, observation_keys
 
 _FILE_BYTES = 100 << 20

@@ -17,8 +17,8 @@ from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, Dat
 from flatroll.datasets.formats.episodes import episode_columns, named_leaves
 from flatroll.datasets.formats.sources import Source, check_follows, read_episodes
 from flatroll.disk import Folder
-from flatroll.layout.checks import as_text, check_path
-from flatroll.layout.export import Array, from_columns, optional_package, to_columns
+from flatroll.layout.checks import as_text, check_path, optional_package
+from flatroll.layout.export import Array, from_columns, to_columns
 from flatroll.layout.keys import (
     ACTION,
     NEXT,

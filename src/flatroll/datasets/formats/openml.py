@@ -11,8 +11,7 @@ from typing_extensions import override
 
 from flatroll.buffers import SamplerWithoutReplacement
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, DatasetOptions, open_rows
-from flatroll.layout.checks import check_choice, check_flags, check_type
-from flatroll.layout.export import optional_package
+from flatroll.layout.checks import check_choice, check_flags, check_type, optional_package
 
 #: By name of the set: the table's name, its version, and the label column (None: the table's own).
 _TABLES: dict[str, tuple[str, int, str | None]] = {

@@ -11,7 +11,8 @@ from tensordict import TensorDict
 
 from flatroll.datasets.formats.episodes import damage_in
 from flatroll.datasets.formats.sources import Source
-from flatroll.layout.export import from_arrow, from_pandas, optional_package, to_arrow, to_pandas
+from flatroll.layout.checks import optional_package
+from flatroll.layout.export import from_arrow, from_pandas, to_arrow, to_pandas
 
 MAX_BYTES = 4 << 30  # default limit of what readers of files load into memory at a time
 _ATTRS = b"PANDAS_ATTRS"  # where pandas keeps `frame.attrs` in a Parquet file

@@ -14,8 +14,8 @@ from flatroll.buffers import Compose, Resize, ToTensorImage
 from flatroll.datasets.experience_replay import BaseDatasetExperienceReplay, DatasetOptions
 from flatroll.datasets.formats.episodes import damage_in, files_in, make_episode
 from flatroll.datasets.formats.npy import read_whole
-from flatroll.layout.checks import check_whole_number
-from flatroll.layout.export import Array, optional_package
+from flatroll.layout.checks import check_whole_number, optional_package
+from flatroll.layout.export import Array
 from flatroll.layout.hdf5 import h5_columns
 from flatroll.layout.keys import NestedKey
 
