@@ -83,11 +83,14 @@ def scan_in_blocks(data: Data, touched: bool) -> Run:
         lasts = None
         if rows >= scan._LANE_ROWS:
             lasts = scan.find_lanes(part[-3])
+
+        first, second, *columns = part
+        given = tuple(columns[:5])
+        results = columns[5:]
         if lasts is None:
-            by_rows(*part)
+            by_rows(first, second, given, *results)
         else:
-            first, second, *columns = part
-            in_lanes(first[0], second[0], *columns, lasts)
+            in_lanes(first[0], second[0], given, *results, lasts)
 
     def run() -> object:
         every = [*factors, *arrays, *(used if touched else [np.empty(rows, np.float32) for _ in range(2)])]

@@ -148,12 +148,12 @@ class Fragments(NamedTuple):
         # The kernel reads columns by address; these variables keep the memory alive.
         cut = None if cuts is None else cuts.cpu().contiguous()
         columns = (done, init, ids, step, mask, cut)
-        addresses = [0 if column is None else column.data_ptr() for column in columns]
+        markers = tuple([0 if column is None else column.data_ptr() for column in columns])
 
         # One row per field; there are at most as many fragments as rows.
         numbers = np.empty((5, rows), np.int64)
         marks = np.empty((3, rows), np.bool_)
-        count = fragments(rows, *addresses, *pairs, keys.in_order, numbers, marks)
+        count = fragments(rows, markers, pairs, keys.in_order, numbers, marks)
 
         if count < 0 and step is not None:
             before, now = step.view(-1)[-count - 1 : -count + 1].tolist()

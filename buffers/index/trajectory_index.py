@@ -15,12 +15,11 @@ from typing_extensions import override
 from flatroll.buffers.index.fragments import NONE, Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.buffers.index.saved_tables import SavedFragments
-from flatroll.kernels.rows.records import CHAIN, ENTRY, FRAGMENT, SAVED_STATE, SLICE, STATE
+from flatroll.kernels.rows.records import CHAIN, ENTRY, FRAGMENT, SAVED_STATE, SLICE, STATE, Compare, Index
 from flatroll.layout.checks import check_choice, check_whole_number
 
 By = Literal["trajectory", "start"]
 BY: tuple[By, ...] = ("trajectory", "start")
-Compare: TypeAlias = tuple[Array, Array, int, bool]
 Way: TypeAlias = tuple[int, bool, bool, int]  # way of drawing: length, by start, strict, span
 
 #: ``choose(at, count)``: see `TrajectoryIndex.choose`.
@@ -111,8 +110,7 @@ class TrajectoryIndex(Ring):
             self._touched = np.zeros(_power_of_two(rows + 1), np.int64)
 
         # Dropping rows shortens trajectories, so update their weights before the next draw.
-        tables = self._fragments, self._chains, self._spare, self._touched
-        count = _kernels().publishing.claim(self._state, self.capacity, rows, *tables)
+        count = _kernels().publishing.claim(self.tables, rows, self._spare, self._touched)
         self._claimed = before, count
         self._update_weights(self._touched, count)
         return written
@@ -122,17 +120,15 @@ class TrajectoryIndex(Ring):
 
         Args:
             fragments: the fragments to enter.
-            compare: the ``pairs, source, compared, pool`` of `flatroll.kernels.slices.publishing.link`.
+            compare: what their first rows are compared with, see `flatroll.kernels.slices.publishing.link`.
 
         Returns:
             what that finds, int64 ``[3, F]``, and what it returns.
         """
-        rows, firsts, lasts, joined, ids, init, done, *steps = fragments
-        found = np.empty((4, len(firsts)), np.int64)
-        seen = np.zeros(_power_of_two(2 * len(ids)), ENTRY)
-        tables = self._state, self.capacity, rows, self._fragments, self._chains, self._table
-        columns = joined, ids, init, done, *steps, firsts, lasts
-        return found[:3], _kernels().publishing.link(*tables, *columns, *compare, seen, *found)
+        found = np.empty((4, len(fragments.firsts)), np.int64)
+        seen = np.zeros(_power_of_two(2 * len(fragments.ids)), ENTRY)
+        wrong = _kernels().publishing.link(self.tables, self._table, tuple(fragments), compare, seen, found)
+        return found[:3], wrong
 
     def enter(
         self, fragments: Fragments, before: Array, pool: Array | None = None, released: Array | None = None
@@ -152,9 +148,16 @@ class TrajectoryIndex(Ring):
             pool = NONE
         if released is None:
             released = NONE
-        tables = self._state, self._fragments, self._chains, self._table
-        columns = fragments.rows, fragments.firsts, fragments.ids, fragments.done, fragments.step_last, before
-        _kernels().publishing.publish(*tables, *columns, pool, self._spare, released, self._touched)
+        _kernels().publishing.publish(
+            self.tables,
+            self._table,
+            tuple(fragments),
+            before,
+            pool,
+            self._spare,
+            released,
+            self._touched,
+        )
         self._update_weights(self._touched, count)
 
     # -- the pool of next observations that no row holds ---------------------------------------------------------
@@ -291,23 +294,22 @@ class TrajectoryIndex(Ring):
         slices = np.empty(most, SLICE)
         firsts = np.empty(most, np.int64)
         lasts = np.empty(most, np.int64)
-        tables = self._state, self._fragments, self._chains, tree
-        results = slices, firsts, lasts
+        rule = length, by == "start", *span
+        chosen = slices, firsts, lasts
 
-        chosen = 0
-        taken = 0
+        so_far = 0, 0  # slices and rows
         asked = count
         while asked:
             # Two random numbers per slice: one for the trajectory, by weight, and one for the start within it.
             uniform = torch.rand(2 * asked, dtype=torch.float64, generator=generator).numpy()
-            options = uniform, length, by == "start", *span, wanted, chosen, taken
-            chosen, taken = _kernels().drawing.choose(*tables, *options, *results)
+            so_far = _kernels().drawing.choose(self.tables, tree, uniform, rule, wanted, so_far, chosen)
 
             asked = 0
-            if rows is not None and taken < rows:
-                asked = missing_slices(rows, chosen, taken)
+            if rows is not None and so_far[1] < rows:
+                asked = missing_slices(rows, *so_far)
 
-        return self._list_slices(slices, firsts[:chosen], lasts[:chosen], taken, follow)
+        taken, total = so_far
+        return self._list_slices(slices, firsts[:taken], lasts[:taken], total, follow)
 
     def marked_starts(
         self,
@@ -337,8 +339,7 @@ class TrajectoryIndex(Ring):
 
         uniform = torch.rand(2 * count, dtype=torch.float64, generator=generator).numpy()
         starts = np.empty(count, np.int64)
-        tables = self._state, self.capacity, self._fragments, self._chains
-        if _kernels().starts.draw_marked(*tables, tree, uniform, length, strict, marks, starts) < count:
+        if _kernels().starts.draw_marked(self.tables, tree, uniform, length, strict, marks, starts) < count:
             raise RuntimeError(
                 f"no stored row at which a slice of {length} rows could start is marked as a start: use shorter "
                 "slices, strict_length=False, or mark more rows"
@@ -358,7 +359,7 @@ class TrajectoryIndex(Ring):
         slices = np.empty(count, SLICE)
         firsts = np.empty(count, np.int64)
         lasts = np.empty(count, np.int64)
-        rows = _kernels().drawing.slices_from(*self.tables, starts.numpy(), lengths, slices, firsts, lasts)
+        rows = _kernels().drawing.slices_from(self.tables, starts.numpy(), lengths, (slices, firsts, lasts))
         if rows < 0:
             raise IndexError(f"slice {-1 - rows} starts at a slot without a row, or has no length")
         return self._list_slices(slices, firsts, lasts, rows, follow)
@@ -404,7 +405,7 @@ class TrajectoryIndex(Ring):
             most = int((rows // length).sum()) + 2 * len(chains)
 
         slices = np.empty((2, most), np.int64)
-        count = _kernels().starts.slice_partition(*self.tables, begin, length, by == "start", strict, slices)
+        count = _kernels().starts.slice_partition(self.tables, begin, length, by == "start", strict, slices)
         if not count:
             raise self.too_short_error(length)
         return torch.from_numpy(slices[:, :count])
@@ -418,8 +419,7 @@ class TrajectoryIndex(Ring):
             following = np.empty(rows, np.int64)
             patch = np.empty((2, rows), np.int64)
 
-        tables = self._state, self.capacity, self._fragments
-        patched = _kernels().drawing.walk(*tables, slices, firsts, slots, following, patch)
+        patched = _kernels().drawing.walk(self.tables, slices, firsts, slots, following, patch)
 
         draw = Draw(torch.from_numpy(slots), torch.from_numpy(firsts), torch.from_numpy(lasts))
         if follow:
@@ -436,9 +436,8 @@ class TrajectoryIndex(Ring):
             return NONE
 
         slots = np.empty(self.written - max(first, self.head), np.int64)
-        tables = self._state, self.capacity, self._fragments, self._chains
         # The kernel fills slots from the front and returns how many it found.
-        return slots[: _kernels().starts.new_starts(*tables, first, length, strict, slots)]
+        return slots[: _kernels().starts.new_starts(self.tables, first, length, strict, slots)]
 
     def shortened_trajectories(self, length: int, head: int) -> Array:
         """Return the first slots (int64) of trajectories that have at least one row but fewer than ``length`` since the
@@ -451,8 +450,7 @@ class TrajectoryIndex(Ring):
             touched = np.arange(int(self._state["slots"][0]))
 
         slots = np.empty(len(touched), np.int64)
-        tables = self._state, self.capacity, self._fragments, self._chains
-        return slots[: _kernels().starts.shortened_trajectories(*tables, touched, length, slots)]
+        return slots[: _kernels().starts.shortened_trajectories(self.tables, touched, length, slots)]
 
     def too_short_error(self, length: int) -> RuntimeError:
         """Return the error "no trajectory has ``length`` rows"; raise RuntimeError if nothing is stored."""
@@ -503,9 +501,7 @@ class TrajectoryIndex(Ring):
         asked = np.ascontiguousarray(slots.numpy(force=True))
         following = np.empty(len(asked), np.int64)
         patch = np.empty((2, len(asked)), np.int64)
-        patched = _kernels().drawing.follow_rows(
-            self._state, self.capacity, self._fragments, asked, following, patch
-        )
+        patched = _kernels().drawing.follow_rows(self.tables, asked, following, patch)
         return Follow(torch.from_numpy(following), torch.from_numpy(patch[:, :patched]))
 
     def next_row(self, slots: Tensor) -> Tensor:
@@ -521,7 +517,7 @@ class TrajectoryIndex(Ring):
         """
         asked = np.ascontiguousarray(slots.numpy(force=True))
         ahead = np.empty((len(asked), n), np.int64)
-        _kernels().drawing.ahead_rows(self._state, self.capacity, self._fragments, asked, ahead)
+        _kernels().drawing.ahead_rows(self.tables, asked, ahead)
         return torch.from_numpy(ahead)
 
     def extents(self, slots: Tensor) -> Array:
@@ -532,7 +528,7 @@ class TrajectoryIndex(Ring):
         """
         asked = np.ascontiguousarray(slots.numpy(force=True))
         found = np.empty((3, len(asked)), np.int64)
-        _kernels().drawing.extents(*self.tables, asked, found)
+        _kernels().drawing.extents(self.tables, asked, found)
         return found
 
     def rows_at(self, chains: Array, positions: Array) -> Tensor:
@@ -553,13 +549,12 @@ class TrajectoryIndex(Ring):
         slices["at"] = firsts
 
         slots = np.empty(rows.sum(), np.int64)
-        tables = self._state, self.capacity, self._fragments
-        _kernels().drawing.walk(*tables, slices, firsts, slots, NONE, NO_PATCH)
+        _kernels().drawing.walk(self.tables, slices, firsts, slots, NONE, NO_PATCH)
         return torch.from_numpy(slots)
 
     @property
-    def tables(self) -> tuple[Array, int, Array, Array]:
-        """The tables ``state, capacity, fragments, chains`` that kernels take."""
+    def tables(self) -> Index:
+        """The record ``state, capacity, fragments, chains`` that kernels take."""
         return self._state, self.capacity, self._fragments, self._chains
 
     def choose(self, draw: Draw, choose: Choose) -> Tensor:
@@ -634,7 +629,7 @@ class TrajectoryIndex(Ring):
         self._chains = np.zeros(self._size(len(saved.ids)), CHAIN)
         self._table = np.zeros(64, ENTRY)
         self._spare = np.zeros(len(state["spare"]), np.int64)
-        _kernels().publishing.rebuild(self._state, self._fragments, self._chains, self._spare, *saved)
+        _kernels().publishing.rebuild(self.tables, self._spare, tuple(saved))
 
         self._weights.clear()
         self._claimed = -1, 0
@@ -664,7 +659,7 @@ class TrajectoryIndex(Ring):
             used = int(self._state["slots"][0])
             weight = np.zeros(len(self._chains), np.int64)
             tree = np.zeros(_power_of_two(len(weight)) + 1, np.int64)
-            _kernels().publishing.weigh(self._chains, np.arange(used), used, weight, tree, *key)
+            _kernels().publishing.weigh(self._chains, np.arange(used), used, weight, tree, key)
             self._weights[key] = weight, tree
             if len(self._weights) > 4:
                 self._weights.popitem(last=False)
@@ -675,7 +670,7 @@ class TrajectoryIndex(Ring):
     def _update_weights(self, touched: Array, count: int) -> None:
         """Update all weights, which completes a change."""
         for key, (weight, tree) in self._weights.items():
-            _kernels().publishing.weigh(self._chains, touched, count, weight, tree, *key)
+            _kernels().publishing.weigh(self._chains, touched, count, weight, tree, key)
         self._changing = False
 
     def _reserve(self, fragments: int, rows: int, before: Array) -> None:

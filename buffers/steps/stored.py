@@ -11,16 +11,15 @@ from flatroll.buffers.columns.column import Columns, TensorColumn
 from flatroll.buffers.index.ring import Array, Ring
 from flatroll.buffers.index.trajectory_index import Choose, TrajectoryIndex
 from flatroll.buffers.storages.column_storage import ColumnStorage
-from flatroll.kernels.rows.records import CHAIN, FRAGMENT, STATE
+from flatroll.kernels.rows.records import CHAIN, FRAGMENT, STATE, Index
 from flatroll.layout.keys import IS_INIT, NestedKey
 
-Tables: TypeAlias = tuple[Array, int, Array, Array]  # of a `TrajectoryIndex`
-#: ``windows ... length`` of `flatroll.kernels.slices.steps.locate`.
+#: See `flatroll.kernels.slices.steps.locate`.
 Where: TypeAlias = tuple[Array, int, int, int, int, int]
 
 _MOST = 2**18  # maximum bytes copied under the buffer's lock: about 20 µs
 # The tables of a buffer without rows, which has no index yet.
-_NO_INDEX: Tables = np.zeros(1, STATE), 1, np.zeros(1, FRAGMENT), np.zeros(1, CHAIN)
+_NO_INDEX: Index = np.zeros(1, STATE), 1, np.zeros(1, FRAGMENT), np.zeros(1, CHAIN)
 
 
 class StepPositions:
@@ -76,7 +75,7 @@ class StepPositions:
         return None
 
     def tables(self, ring: Ring, stored: int, window: int) -> Where:
-        """Return the arguments ``windows ... length`` of `flatroll.kernels.slices.steps.locate`; see :meth:`find`."""
+        """Return the record ``where`` of `flatroll.kernels.slices.steps.locate`; see :meth:`find`."""
         used = self._count if ring is self.ring else 0
         return self._table, used, ring.head, ring.capacity, stored, window
 
@@ -98,7 +97,7 @@ class StepPositions:
         slots = np.empty(len(places), np.int64)
         waiting = np.empty((2, len(places)), np.int64)
         asked = np.ascontiguousarray(places.numpy())
-        count = locate(asked, self.num_envs, *self.tables(ring, stored, window), slots, waiting)
+        count = locate(asked, self.num_envs, self.tables(ring, stored, window), slots, waiting)
 
         if count < 0:
             return None
@@ -135,8 +134,9 @@ class StepPositions:
         index = ring.tables if isinstance(ring, TrajectoryIndex) else _NO_INDEX
         asked = np.ascontiguousarray(places.numpy())
         spans = np.empty((2, len(places)), np.int64)
-        windows = self._table, self._count, oldest
-        if not step_spans(asked, self.num_envs, *windows, stored, filled, *marks, *index, spans):
+        stored_steps = self._table, self._count, oldest
+        waiting_steps = stored, filled, *marks
+        if not step_spans(asked, self.num_envs, stored_steps, waiting_steps, index, spans):
             return None
 
         step = asked // self.num_envs
@@ -245,9 +245,8 @@ class StepCopies:
             entries = cast(dict[NestedKey, TensorColumn], pooled.entries)
         pool: Array = np.array([entries[key].data.data_ptr() for key in self._roots], np.int64)
 
-        state, _, fragments, _ = ring.tables if isinstance(ring, TrajectoryIndex) else _NO_INDEX
-        of = state, fragments, self._columns, pool, self._at, target
-        if not read_steps(asked, num_envs, *where, *of):
+        index = ring.tables if isinstance(ring, TrajectoryIndex) else _NO_INDEX
+        if not read_steps(asked, num_envs, where, index, self._columns, pool, self._at, target):
             return None
 
         columns = dict(zip(self._names, copies, strict=True))

@@ -44,13 +44,12 @@ def test_pieces_end_where_runs_end_and_where_they_are_cut(data: st.DataObject) -
     cut[-1] = True
 
     address = {name: column.data_ptr() if name in present else 0 for name, column in columns.items()}
+    address["step"] = step.data_ptr()
     whole, marks = np.empty((5, rows), np.int64), np.empty((3, rows), np.bool_)
     count = fragments(
         rows,
-        *(address[name] for name in ("done", "init", "ids")),
-        step.data_ptr(),
-        *(address[name] for name in ("mask", "cuts")),
-        *np.array(compared, np.int64).reshape(-1, 3).T.copy(),
+        tuple(address[name] for name in ("done", "init", "ids", "step", "mask", "cuts")),
+        tuple(np.array(compared, np.int64).reshape(-1, 3).T.copy()),
         True,
         whole,
         marks,
@@ -76,12 +75,12 @@ def test_step_counts_that_do_not_go_up_by_one(in_order: bool) -> None:
     done[2], init[5], mask[:] = True, True, True
     mask[7:10] = False
     whole, marks = np.empty((5, 12), np.int64), np.empty((3, 12), np.bool_)
-    addresses = done.data_ptr(), init.data_ptr(), 0, step.data_ptr(), mask.data_ptr(), 0
-    addresses = *addresses, *np.empty((3, 0), np.int64)
-    count = fragments(12, *addresses, in_order, whole, marks)
+    markers = done.data_ptr(), init.data_ptr(), 0, step.data_ptr(), mask.data_ptr(), 0
+    pairs = tuple(np.empty((3, 0), np.int64))
+    count = fragments(12, markers, pairs, in_order, whole, marks)
     assert count == (-11 if in_order else 5)
     step[11] = 21
-    assert fragments(12, *addresses, in_order, whole, marks) == 5
+    assert fragments(12, markers, pairs, in_order, whole, marks) == 5
 
 
 def test_marks_at_both_ends_of_slices() -> None:

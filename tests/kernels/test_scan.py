@@ -208,7 +208,8 @@ def by_rows(gamma: float, decay: float, *columns: Tensor) -> list[Tensor]:
     numbers = [np.full(1, number, reward.numpy().dtype) for number in (gamma, decay)]
     factors = [np.ndarray(tuple(reward.shape), one.dtype, one, strides=(0,)) for one in numbers]
     results = [torch.full_like(reward, torch.nan) for _ in range(2)]
-    scan.machine_code(scan._residual_loop)(*factors, *(x.numpy() for x in (*columns, *results)))
+    record = tuple(column.numpy() for column in columns)
+    scan.machine_code(scan._residual_loop)(*factors, record, *(result.numpy() for result in results))
     return results
 
 

@@ -24,12 +24,15 @@ def interleaved() -> dict[str, Any]:
         "table": np.zeros(64, ENTRY),
     }
     none = np.zeros(0, np.int64)
+    index = tables["state"], 1401, tables["fragments"], tables["chains"]
+    first = np.zeros(1, np.int64)
+    no = np.zeros(1, np.bool_)
     for i in range(1400):
         before = np.full(1, i % 2 if i >= 2 else -1)
+        new = 1, first, first, no, np.full(1, i % 2), no, no, none, none
         publishing.publish(
-            *tables.values(), 1, np.zeros(1, np.int64), np.full(1, i % 2), np.zeros(1, np.bool_), none, before,
-            np.full(1, -1), none, none, np.zeros(1, np.int64),
-        )  # fmt: skip
+            index, tables["table"], new, before, np.full(1, -1), none, none, np.zeros(1, np.int64)
+        )
     return tables
 
 
@@ -63,7 +66,7 @@ def test_spans_are_those_of_a_skew_binary_number(interleaved: dict[str, Any]) ->
 def test_dropped_fragments_are_never_visited(interleaved: dict[str, Any]) -> None:
     state, fragments, chains, _ = interleaved.values()
     touched = np.zeros(2048, np.int64)
-    publishing.claim(state, 1401, 801, fragments, chains, np.zeros(0, np.int64), touched)
+    publishing.claim((state, 1401, fragments, chains), 801, np.zeros(0, np.int64), touched)
     assert state["head"][0] == 800 and state["first"][0] == 800
     fragments[:800] = -(2**30)  # whoever reads them goes astray
     for offset in range(400, 700):
@@ -97,7 +100,7 @@ def test_fenwick_tree_holds_the_sums_of_the_weights(start: bool, strict: bool, s
     for _ in range(50):
         touched = random.integers(0, 64, 10)
         chains["total"][touched] = random.integers(0, 20, 10)
-        publishing.weigh(chains, touched, 10, weight, tree, 6, start, strict, span)
+        publishing.weigh(chains, touched, 10, weight, tree, (6, start, strict, span))
         n = chains["total"]
         places = np.maximum(n - 6 + 1 + span, 1) if start else np.ones_like(n)
         expected = np.where(n >= (6 if strict else 1), places, 0)

@@ -1,5 +1,9 @@
 """Compiles functions with Numba and caches the machine code on disk between processes.
 
+A kernel has at most eight parameters. Arrays that belong together are one of these, a record: a plain tuple whose
+fields the kernel unpacks in its first lines. It is not a `NamedTuple`, since Numba encodes the names of the class and
+its fields at each call: with four tables a call takes 0.9 µs, with a plain tuple 0.4, with four parameters 0.5.
+
 This module imports numba (half a second): import it inside the function that needs it.
 """
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Array: TypeAlias = NDArray[Any]
+_Columns: TypeAlias = tuple[Array, Array, Array, Array, Array]
 _COMPILED_DTYPES = (torch.float32, torch.float64)
 _LANE_ROWS = 2**16  # fewer rows are not worth another kernel to compile
 _BLOCK = 256  # rows of a lane whose residuals are computed at a time
@@ -245,11 +246,11 @@ def residual_scan(
         if reward.numel() >= _LANE_ROWS and not isinstance(gamma, Tensor) and not isinstance(decay, Tensor):
             lasts = find_lanes(arrays[-1])
 
+        first, second, *columns = arrays
         if lasts is None:
-            machine_code(_residual_loop)(*arrays, scanned, target)
+            machine_code(_residual_loop)(first, second, tuple(columns), scanned, target)
         else:
-            first, second, *columns = arrays
-            machine_code(_lane_loop)(first[0], second[0], *columns, scanned, target, lasts)
+            machine_code(_lane_loop)(first[0], second[0], tuple(columns), scanned, target, lasts)
         return torch.from_numpy(scanned), torch.from_numpy(target)
 
     _check_columns(
@@ -384,7 +385,8 @@ def vtrace_scan(
     if arrays is not None:
         of_advantage = np.empty(reward.shape, arrays[0].dtype)
         of_target = np.empty(reward.shape, arrays[0].dtype)
-        machine_code(_vtrace_loop)(*arrays, of_advantage, of_target)
+        first, second, third, *columns = arrays
+        machine_code(_vtrace_loop)(first, second, third, tuple(columns), of_advantage, of_target)
         return torch.from_numpy(of_advantage), torch.from_numpy(of_target)
 
     _check_columns(
@@ -557,7 +559,7 @@ def machine_code(loop: Callable[..., None]) -> Callable[..., None]:
 # inside a run and the one at its end are computed and one is selected: a branch would be mispredicted at
 # every other short run, and 0 * NaN must not cross an end or a factor of 0. The compiler emits selects only
 # if loads are outside conditions and flags are joined by "|" ("or" would branch). Unless noted, arrays are
-# [N] and factors may have any stride.
+# [N] and factors may have any stride. Columns are reward, value, next_value, terminated and ends.
 
 
 def _scan_loop(a: Array, b: Array, ends: Array, out: Array) -> None:
@@ -593,18 +595,10 @@ def _scan_loop(a: Array, b: Array, ends: Array, out: Array) -> None:
             out[i, f] = ys[f]
 
 
-def _residual_loop(
-    gamma: Array,
-    decay: Array,
-    reward: Array,
-    value: Array,
-    next_value: Array,
-    terminated: Array,
-    ends: Array,
-    advantage: Array,
-    target: Array,
-) -> None:
+def _residual_loop(gamma: Array, decay: Array, columns: _Columns, advantage: Array, target: Array) -> None:
     """Compute residual, scan and target in one pass."""
+    reward, value, next_value, terminated, ends = columns
+
     zero = reward.dtype.type(0)
     y = zero  # nothing is accumulated after the last row
     for i in range(reward.shape[0] - 1, -1, -1):
@@ -623,16 +617,7 @@ def _residual_loop(
 
 
 def _lane_loop(
-    gamma: Any,
-    decay: Any,
-    reward: Array,
-    value: Array,
-    next_value: Array,
-    terminated: Array,
-    ends: Array,
-    advantage: Array,
-    target: Array,
-    lasts: Array,
+    gamma: Any, decay: Any, columns: _Columns, advantage: Array, target: Array, lasts: Array
 ) -> None:
     """Do the same as `_residual_loop` in half of its time, where the factors are numbers.
 
@@ -640,6 +625,8 @@ def _lane_loop(
     rows up to ``lasts[k]``, see `find_lanes`. Where two lanes overlap, both compute the same numbers, since a run ends
     there. The residuals of a block are computed by vector instructions, and are still in the cache when summed.
     """
+    reward, value, next_value, terminated, ends = columns
+
     zero = reward.dtype.type(0)
     blind = gamma == zero
     alone = decay == zero
@@ -741,18 +728,11 @@ def _return_loop(
 
 
 def _vtrace_loop(
-    gamma: Array,
-    rho: Array,
-    c: Array,
-    reward: Array,
-    value: Array,
-    next_value: Array,
-    terminated: Array,
-    ends: Array,
-    advantage: Array,
-    target: Array,
+    gamma: Array, rho: Array, c: Array, columns: _Columns, advantage: Array, target: Array
 ) -> None:
     """Compute corrected residuals, their scan, the target, and the advantage from the next row's target."""
+    reward, value, next_value, terminated, ends = columns
+
     zero = reward.dtype.type(0)
     last = reward.shape[0] - 1
     y = zero

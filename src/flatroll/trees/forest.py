@@ -346,10 +346,8 @@ class MCTSForest:
             tables[1].reserve(rows),
             tables[2].reserve(rows),
             counts,
-            now.numpy(),
-            later.numpy(),
-            floats,
-            floats_later,
+            (now.numpy(), floats),
+            (later.numpy(), floats_later),
             pair_words.numpy(),
             made,
         )

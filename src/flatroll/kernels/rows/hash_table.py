@@ -3,12 +3,13 @@
 A row is ``W`` 64-bit words. ``keys`` (int64 ``[capacity, W]``) holds the distinct rows, numbered in the order of their
 first insertion, and ``hashes`` (uint64 ``[capacity]``) their hashes. ``table`` (int32 or int64 ``[2 ** k]``) holds the
 numbers plus one, 0 in empty entries, so that new memory is an empty table; a row is searched from entry
-``hash & (2 ** k - 1)`` on, until its entry or an empty one is found. At most half of the entries are used.
+``hash & (2 ** k - 1)`` on, until its entry or an empty one is found. At most half of the entries are used. Kernels take
+the record ``table, keys, hashes``.
 
 This module imports numba: import it inside the function that needs it.
 """
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -27,6 +28,8 @@ _ONE = np.uint64(1)
 _LOW = np.uint64(0xFFFFFFFF)
 _SIGN_4, _INF_4, _NAN_4 = (np.uint64(x) for x in (0x80000000, 0x7F800000, 0x7FC00000))
 _SIGN_8, _INF_8, _NAN_8 = (np.uint64(x) for x in (1 << 63, 0x7FF << 52, 0xFFF << 51))
+
+Tables: TypeAlias = tuple[Array, Array, Array]
 
 
 @compiled(inline="always")
@@ -91,9 +94,7 @@ def _plain_word(word: np.uint64, floats: int) -> Any:
 
 @compiled()
 def number_rows(
-    table: Array,
-    keys: Array,
-    hashes: Array,
+    tables: Tables,
     count: Int,
     words: Array,
     floats: Int,
@@ -110,6 +111,7 @@ def number_rows(
         the new number of rows. With ``extend``, ``keys`` and half of ``table`` must have room for
         ``count + len(words)`` rows.
     """
+    table, keys, hashes = tables
     mask = np.uint64(len(table) - 1)
     row = np.empty(words.shape[1], np.int64)
 
@@ -139,24 +141,22 @@ def number_rows(
 
 @compiled()
 def number_edges(
-    states: Any,
-    pairs: Any,
-    edges: Any,
+    states: Tables,
+    pairs: Tables,
+    edges: Tables,
     counts: Array,
-    now: Array,
-    later: Array,
-    floats: Int,
-    floats_later: Int,
+    now: tuple[Array, Int],
+    later: tuple[Array, Int],
     pair_words: Array,
     made: Array,
 ) -> Int:
     """Number the states of N transitions, their pairs of state and action, and the transitions themselves.
 
     Args:
-        states, pairs, edges: ``table, keys, hashes`` of each, with room for 2 N, N and N rows.
+        states, pairs, edges: the tables of each, with room for 2 N, N and N rows.
         counts: int64 ``[3]``, the numbers of states, pairs and edges; updated.
-        now, later: int64 ``[N, W]``, words of the states before and after.
-        floats, floats_later: as for :func:`number_rows`.
+        now, later: words of the states before and after (int64 ``[N, W]``), each with ``floats`` of
+            :func:`number_rows`.
         pair_words: int64 ``[N, 1 + A]``, words of the actions; column 0 becomes the state's number.
         made: int64 ``[5, N]``, becomes the numbers of each row's source, target, pair and edge, and in its last row
             the first row of each new edge.
@@ -164,25 +164,24 @@ def number_edges(
     Returns:
         the number of new edges.
     """
+    words_now, floats_now = now
+    words_later, floats_later = later
 
-    rows = len(now)
+    rows = len(words_now)
     before = counts[2]
     hashes = np.empty(rows, np.int64)
     words = np.empty((rows, 2), np.int64)
 
-    table, keys, kept = states
-    counts[0] = number_rows(table, keys, kept, counts[0], now, floats, True, made[0], hashes)
-    counts[0] = number_rows(table, keys, kept, counts[0], later, floats_later, True, made[1], hashes)
-    pair_words[:, 0] = made[0]
+    counts[0] = number_rows(states, counts[0], words_now, floats_now, True, made[0], hashes)
+    counts[0] = number_rows(states, counts[0], words_later, floats_later, True, made[1], hashes)
 
-    table, keys, kept = pairs
-    counts[1] = number_rows(table, keys, kept, counts[1], pair_words, 0, True, made[2], hashes)
+    pair_words[:, 0] = made[0]
+    counts[1] = number_rows(pairs, counts[1], pair_words, 0, True, made[2], hashes)
 
     words[:, 0] = made[2]
     words[:, 1] = made[1]
 
-    table, keys, kept = edges
-    counts[2] = number_rows(table, keys, kept, counts[2], words, 0, True, made[3], hashes)
+    counts[2] = number_rows(edges, counts[2], words, 0, True, made[3], hashes)
 
     new = 0
     for i in range(rows):

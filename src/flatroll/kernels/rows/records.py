@@ -11,7 +11,15 @@ far back, by the rule of Myers, "An applicative random-access stack" (1983), so 
 found in O(log d) hops.
 """
 
+from typing import Any, TypeAlias
+
 import numpy as np
+
+#: The tables of a trajectory index, as kernels take them: ``state`` (one `STATE`), the ``capacity`` of the ring,
+#: ``fragments`` (`FRAGMENT`) and ``chains`` (`CHAIN`).
+Index: TypeAlias = tuple[Any, Any, Any, Any]
+#: What the first rows of new fragments are compared with (`flatroll.kernels.slices.publishing.link`).
+Compare: TypeAlias = tuple[Any, Any, int, bool]
 
 _COUNTERS = [
     ("head", "i8"),  # oldest row that may be read

@@ -122,12 +122,11 @@ class HashedRows(Numbering):
 
     @override
     def number(self, words: Tensor, floats: int = 0, extend: bool = True) -> tuple[Tensor, Tensor]:
+        tables = self._table, self._keys, self._hashes
         if extend:
-            self.reserve(len(words))
+            tables = self.reserve(len(words))
         numbers, hashes = np.empty((2, len(words)), np.int64)
-        self.count = self._number_rows(
-            self._table, self._keys, self._hashes, self.count, words.numpy(), floats, extend, numbers, hashes
-        )
+        self.count = self._number_rows(tables, self.count, words.numpy(), floats, extend, numbers, hashes)
         return torch.from_numpy(numbers), torch.from_numpy(hashes)
 
     def truncate(self, count: int) -> None:

@@ -59,15 +59,8 @@ def broken(rows: Int, most: Int, wide: Int, lasts: Array, pairs: Array, source: 
 @compiled()
 def fragments(
     rows: Int,
-    done: Int,
-    init: Int,
-    ids: Int,
-    step: Int,
-    mask: Int,
-    cuts: Int,
-    now: Array,
-    later: Array,
-    size: Array,
+    markers: tuple[Int, Int, Int, Int, Int, Int],
+    pairs: tuple[Array, Array, Array],
     in_order: bool,
     whole: Array,
     marks: Array,
@@ -79,17 +72,20 @@ def fragments(
 
     Args:
         rows: at least 1.
-        done, init, mask, cuts: addresses of bool columns.
-        ids, step: addresses of int64 columns.
-        now, later, size: int64 ``[K]``, addresses of columns of observations and of next observations, and the bytes
-            of a row. Between rows i and i + 1, row i of a ``later`` column must equal row i + 1 of the ``now`` column.
+        markers: ``done, init, ids, step, mask, cuts``, addresses of columns: ``ids`` and ``step`` are int64, the others
+            bool.
+        pairs: ``now, later, size``, int64 ``[K]`` each: addresses of columns of observations and of next observations,
+            and the bytes of a row. Between rows i and i + 1, row i of a ``later`` column must equal row i + 1 of the
+            ``now`` column.
         in_order: whether step counts must increase by one within a run.
         whole: int64 ``[5, rows]``, becomes per piece its first and last row, id, first and last step count.
         marks: bool ``[3, rows]``, becomes per piece whether it continues the run of the previous piece, whether its
             first row is ``init``, and whether its last one is ``done``.
     """
+    done, init, ids, step, mask, cuts = markers
+    now, later, size = pairs
+
     count = 0
-    pairs = len(now)
     first = 0
     joined = False
 
@@ -111,11 +107,11 @@ def fragments(
 
             if not (cuts and flag_at(cuts, i)):
                 k = 0
-                while k < pairs and not compare_bytes(
+                while k < len(now) and not compare_bytes(
                     later[k] + i * size[k], now[k] + (i + 1) * size[k], size[k]
                 ):
                     k += 1
-                if k == pairs:  # row i + 1 repeats the next observations of row i
+                if k == len(now):  # row i + 1 repeats the next observations of row i
                     continue
 
         whole[0, count] = first

@@ -1,7 +1,10 @@
 """Compiled kernels that draw slices of trajectories, walk along them (the slots of their rows, in time order) and mark
 their ends.
 
-The index is the tables ``state, fragments, chains`` (`flatroll.kernels.rows.records`) of a ring of ``capacity`` rows.
+The index is the record ``state, capacity, fragments, chains`` (`flatroll.kernels.rows.records`). Chosen slices are the
+record ``slices, firsts, lasts``: `SLICE` records for :func:`walk`, and the first and last position (int64) of each
+slice in the list of all rows.
+
 Kernels with arguments ``follow`` and ``patch`` also find the next observation of each row: ``follow[i]`` becomes the
 slot of the row after row i in its trajectory, -1 if there is none; if the next observation is in the pool instead,
 ``patch[:, k]`` becomes (i, pool entry), and the kernel returns the number of patches. With an empty ``follow`` this is
@@ -10,10 +13,13 @@ skipped.
 This module imports numba: import it inside the function that needs it.
 """
 
+from typing import TypeAlias
+
 import numpy as np
 
 from flatroll.kernels.compiled import Array, Int, Records, compiled, helper
 from flatroll.kernels.rows.raw_memory import ask, flag_at, number_at, set_flag
+from flatroll.kernels.rows.records import Index
 from flatroll.kernels.slices.links import (
     draw_chain,
     fragment_stop,
@@ -23,6 +29,9 @@ from flatroll.kernels.slices.links import (
     rows_in_slots,
     step_back,
 )
+
+Rule: TypeAlias = tuple[Int, bool, Int, Int]
+Chosen: TypeAlias = tuple[Records, Array, Array]
 
 
 @helper
@@ -72,16 +81,7 @@ def _ask_for(state: Records, fragments: Records, number: Int) -> None:
 
 
 @compiled()
-def walk(
-    state: Records,
-    capacity: Int,
-    fragments: Records,
-    slices: Records,
-    firsts: Array,
-    slots: Array,
-    follow: Array,
-    patch: Array,
-) -> Int:
+def walk(index: Index, slices: Records, firsts: Array, slots: Array, follow: Array, patch: Array) -> Int:
     """Write the slots of each slice's rows, all of them live, to ``slots``; return the patch count.
 
     All slices advance by one fragment per round and prefetch the next one, so that their cache misses overlap.
@@ -92,6 +92,7 @@ def walk(
         slots: int64 ``[rows]``, the result.
         follow, patch: see above.
     """
+    state, capacity, fragments, _ = index
     slot_0 = row_in_slot_0(state, capacity)
 
     # back to the fragments that hold the offsets, one link per round
@@ -170,38 +171,29 @@ def walk(
 
 @compiled()
 def choose(
-    state: Records,
-    fragments: Records,
-    chains: Records,
-    tree: Array,
-    uniform: Array,
-    length: Int,
-    start: bool,
-    early: Int,
-    late: Int,
-    rows: Int,
-    count: Int,
-    at: Int,
-    slices: Records,
-    firsts: Array,
-    lasts: Array,
+    index: Index, tree: Array, uniform: Array, rule: Rule, rows: Int, so_far: tuple[Int, Int], chosen: Chosen
 ) -> tuple[Int, Int]:
     """Choose slices until they have ``rows`` rows: for each a trajectory by weight, then a start row in it.
 
     Args:
         tree: Fenwick tree of the chains' weights (`flatroll.kernels.slices.publishing.weigh`), of positive sum.
         uniform: float64 in [0, 1), two per slice.
-        length: rows per slice; fewer if the chain is shorter, and if there are too many rows with the last one.
-        start: whether the remainder within the weight selects the start; else it is drawn uniformly.
-        early, late: rows by which slices may extend before and after the chain; missing rows are left out.
+        rule: ``length, start, early, late``:
+            length: rows per slice; fewer if the chain is shorter, and if there are too many rows with the last one.
+            start: whether the remainder within the weight selects the start; else it is drawn uniformly.
+            early, late: rows by which slices may extend before and after the chain; missing rows are left out.
         rows: number of rows that are enough; fewer are chosen if ``uniform`` runs out.
-        count, at: numbers of slices and of rows that earlier calls chose.
-        slices: `SLICE` records for :func:`walk`, filled from ``count`` on; room for one per pair in ``uniform``.
-        firsts, lasts: int64, become the first and last position of each slice, in the list of all rows.
+        so_far: numbers of slices and of rows that earlier calls chose.
+        chosen: see above, filled from the next slice on; room for one per pair in ``uniform``.
 
     Returns:
         numbers of slices and of rows, including those of earlier calls.
     """
+    state, _, fragments, chains = index
+    length, start, early, late = rule
+    count, at = so_far
+    slices, firsts, lasts = chosen
+
     # Draw all trajectories and prefetch them before reading one: there may be more than the caches hold.
     drawn = len(uniform) // 2
     for j in range(drawn):
@@ -255,22 +247,13 @@ def mark(init: Int, done: Int, terminated: Int, truncated: Int, firsts: Int, las
 
 
 @compiled()
-def slices_from(
-    state: Records,
-    capacity: Int,
-    fragments: Records,
-    chains: Records,
-    starts: Array,
-    lengths: Array,
-    slices: Records,
-    firsts: Array,
-    lasts: Array,
-) -> Int:
+def slices_from(index: Index, starts: Array, lengths: Array, chosen: Chosen) -> Int:
     """Lay out slices of up to ``lengths`` rows from the slots ``starts`` on; return the number of their rows.
 
-    ``slices``, ``firsts`` and ``lasts`` are as for :func:`choose`. If start j is not a stored row, or its length is
-    below 1, -1 - j is returned.
+    ``chosen`` is filled. If start j is not a stored row, or its length is below 1, -1 - j is returned.
     """
+    state, capacity, fragments, chains = index
+    slices, firsts, lasts = chosen
     rows, number = rows_in_slots(state, capacity, fragments, starts)
 
     at = 0
@@ -292,10 +275,9 @@ def slices_from(
 
 
 @compiled()
-def follow_rows(
-    state: Records, capacity: Int, fragments: Records, slots: Array, follow: Array, patch: Array
-) -> Int:
+def follow_rows(index: Index, slots: Array, follow: Array, patch: Array) -> Int:
     """Find the next observation of each row in ``slots``; fill ``follow`` and ``patch``; return the patch count."""
+    state, capacity, fragments, _ = index
     slot_0 = row_in_slot_0(state, capacity)
     patched = 0
     rows, numbers = rows_in_slots(state, capacity, fragments, slots)
@@ -309,11 +291,12 @@ def follow_rows(
 
 
 @compiled()
-def ahead_rows(state: Records, capacity: Int, fragments: Records, slots: Array, ahead: Array) -> None:
+def ahead_rows(index: Index, slots: Array, ahead: Array) -> None:
     """Write the slots of the row in ``slots[i]`` and of the rows that follow it to ``ahead[i]``.
 
     ``ahead`` is int64 ``[len(slots), steps]``; -1 from the first row that is not stored.
     """
+    state, capacity, fragments, _ = index
     slot_0 = row_in_slot_0(state, capacity)
     rows, numbers = rows_in_slots(state, capacity, fragments, slots)
 
@@ -338,13 +321,12 @@ def ahead_rows(state: Records, capacity: Int, fragments: Records, slots: Array, 
 
 
 @compiled()
-def extents(
-    state: Records, capacity: Int, fragments: Records, chains: Records, slots: Array, found: Array
-) -> None:
+def extents(index: Index, slots: Array, found: Array) -> None:
     """Fill ``found`` (int64 ``[3, N]``) for the stored rows in ``slots`` (``[N]``).
 
     It becomes each row's position among the stored rows of its trajectory, the number of these, and its chain.
     """
+    state, capacity, fragments, chains = index
     rows, numbers = rows_in_slots(state, capacity, fragments, slots)
 
     for i in range(len(slots)):

@@ -1,17 +1,22 @@
 """Compiled kernels that update the trajectory index: drop overwritten rows, link and publish new ones.
 
 A write calls :func:`claim` (its slots are no longer readable), :func:`link` (what does each fragment continue?) and,
-once its rows are copied, :func:`publish`. The index is the tables ``state, fragments, chains, table``
-(`flatroll.kernels.rows.records`) of a ring of ``capacity`` rows.
+once its rows are copied, :func:`publish`. The index is the record ``state, capacity, fragments, chains``
+(`flatroll.kernels.rows.records`); ``table`` is the hash table of its trajectories' ids (`ENTRY`).
 
 This module imports numba: import it inside the function that needs it.
 """
+
+from typing import TypeAlias
 
 import numpy as np
 
 from flatroll.kernels.compiled import Array, Int, Records, compiled, helper
 from flatroll.kernels.rows.raw_memory import ask, compare_bytes
+from flatroll.kernels.rows.records import Compare, Index
 from flatroll.kernels.slices.links import fragment_stop, place
+
+NewFragments: TypeAlias = tuple[Int, Array, Array, Array, Array, Array, Array, Array, Array]
 
 
 @helper
@@ -41,15 +46,7 @@ def rehash(table: Records, chains: Records, larger: Records) -> Int:
 
 
 @compiled()
-def claim(
-    state: Records,
-    capacity: Int,
-    rows: Int,
-    fragments: Records,
-    chains: Records,
-    spare: Array,
-    touched: Array,
-) -> Int:
+def claim(index: Index, rows: Int, spare: Array, touched: Array) -> Int:
     """Drop the rows that the next ``rows`` rows (at most ``capacity``) overwrite.
 
     Args:
@@ -60,7 +57,9 @@ def claim(
     Returns:
         number of ``touched`` chains.
     """
+    state, capacity, fragments, chains = index
     s = state[0]
+
     # after the write the oldest row is ``capacity`` rows before the end
     head = max(s.head, s.written + rows - capacity)
     s.head = head
@@ -101,26 +100,19 @@ def claim(
 
 
 @helper
-def _compare(
-    state: Records,
-    fragments: Records,
-    chains: Records,
-    joined: Array,
-    firsts: Array,
-    lasts: Array,
-    pairs: Array,
-    source: Array,
-    compared: Int,
-    pool: bool,
-    before: Array,
-    agree: Array,
-    stands: Array,
-) -> Int:
+def _compare(index: Index, new: NewFragments, compare: Compare, found: Array) -> Int:
     """Compare the first row of each new fragment with the next values of the row that it continues, for `link`.
 
-    ``stands[j]``, the slot of the stored row that fragment j continues, becomes the index of its next value, in storage
-    or in the batch.
+    ``found[3, j]``, the slot of the stored row that fragment j continues, becomes the index of its next value, in
+    storage or in the batch.
     """
+    state, _, fragments, chains = index
+    _, firsts, lasts, joined, _, _, _, _, _ = new
+    pairs, source, compared, pool = compare
+    before = found[0]
+    agree = found[2]
+    stands = found[3]
+
     # find the next values of all rows, and prefetch them before comparing one
     for j in range(len(joined)):
         if before[j] >= 0:
@@ -156,29 +148,7 @@ def _compare(
 
 @compiled()
 def link(
-    state: Records,
-    capacity: Int,
-    rows: Int,
-    fragments: Records,
-    chains: Records,
-    table: Records,
-    joined: Array,
-    ids: Array,
-    init: Array,
-    done: Array,
-    step_first: Array,
-    step_last: Array,
-    firsts: Array,
-    lasts: Array,
-    pairs: Array,
-    source: Array,
-    compared: Int,
-    pool: bool,
-    seen: Records,
-    before: Array,
-    slots: Array,
-    agree: Array,
-    stands: Array,
+    index: Index, table: Records, new: NewFragments, compare: Compare, seen: Records, found: Array
 ) -> Int:
     """Find what each new fragment continues, and whether its first row equals the next values of the row before it.
 
@@ -186,29 +156,33 @@ def link(
     ``is_init``, the step count (if there is one) is not consecutive, or the write drops the last one's rows.
 
     Args:
-        rows: number of rows that will be written, at most ``capacity``; they may be claimed already.
-        joined: bool ``[n]``, whether a fragment continues the run of the previous fragment.
-        ids: trajectory id of each fragment; empty without ids.
-        init, done: bool ``[n]``, whether its first row is ``is_init`` and its last one is done.
-        step_first, step_last: its first and last step count; empty without step counts.
-        firsts, lasts: the first and last row of each fragment.
-        pairs: int64 ``[P, 4]``, columns to compare, byte by byte: the address of the stored next values, the bytes of
-            a row, and the indices in ``source`` of the batch's values and of its next values.
-        source: int64, addresses of columns of the batch.
-        compared: number of leading pairs that must be equal; a fragment with one that differs counts in the result.
-        pool: whether the stored next values are indexed by pool entry instead of slot, and those of the batch by
-            fragment.
+        new: the fields of `flatroll.buffers.index.fragments.Fragments`, of n fragments. The rows are at most
+            ``capacity``, and may be claimed already; ids and step counts are empty if there are none.
+        compare: ``pairs, source, compared, pool``:
+            pairs: int64 ``[P, 4]``, columns to compare, byte by byte: the address of the stored next values, the bytes
+                of a row, and the indices in ``source`` of the batch's values and of its next values.
+            source: int64, addresses of columns of the batch.
+            compared: number of leading pairs that must be equal; a fragment with one that differs counts in the result.
+            pool: whether the stored next values are indexed by pool entry instead of slot, and those of the batch by
+                fragment.
         seen: an empty hash table of ids, at most half full with the ids of these fragments.
-        before: int64 ``[n]``, becomes the chain that a fragment continues, ``-2 - i`` for fragment i of the same write,
-            or -1 for a new trajectory.
-        slots: int64 ``[n]``, becomes the slot of the stored row that it continues, -1 for none.
-        agree: int64 ``[n]``, becomes 1 if all pairs are equal, 0 if one differs, -1 if one of the ``compared`` differs.
-            Joined fragments are only compared with ``pool``.
-        stands: int64 ``[n]``, overwritten.
+        found: int64 ``[4, n]``, becomes ``before, slots, agree``, and a row to work in:
+            before: the chain that a fragment continues, ``-2 - i`` for fragment i of the same write, or -1 for a new
+                trajectory.
+            slots: the slot of the stored row that it continues, -1 for none.
+            agree: 1 if all pairs are equal, 0 if one differs, -1 if one of the ``compared`` differs. Joined fragments
+                are only compared with ``pool``.
 
     Returns:
         number of fragments, without joined ones, that differ in a ``compared`` pair.
     """
+    state, capacity, fragments, chains = index
+    rows, _, _, joined, ids, init, done, step_first, step_last = new
+    before = found[0]
+    slots = found[1]
+    agree = found[2]
+    stands = found[3]
+
     s = state[0]
     head = s.written + rows - capacity  # the oldest row after the write, if it drops any
 
@@ -246,9 +220,7 @@ def link(
             seen[at].id = ids[j]
             seen[at].chain = j + 1
 
-    return _compare(
-        state, fragments, chains, joined, firsts, lasts, pairs, source, compared, pool, before, agree, stands
-    )
+    return _compare(index, new, compare, found)
 
 
 @compiled()
@@ -364,35 +336,30 @@ def _attach(state: Records, fragments: Records, chains: Records, c: Int, row: In
 
 @compiled()
 def publish(
-    state: Records,
-    fragments: Records,
-    chains: Records,
+    index: Index,
     table: Records,
-    rows: Int,
-    firsts: Array,
-    ids: Array,
-    done: Array,
-    step_last: Array,
+    new: NewFragments,
     before: Array,
     pool: Array,
     spare: Array,
     released: Array,
     touched: Array,
 ) -> None:
-    """Add ``rows`` rows, whose columns are already copied, to the index, fragment by fragment.
+    """Add rows, whose columns are already copied, to the index, fragment by fragment.
 
     Args:
-        fragments, chains, table: with room for the new fragments, chains and ids.
-        rows: number of rows that were copied.
-        firsts: first row of each fragment, counted from 0 in this write.
-        ids, done, step_last: as for :func:`link`.
+        index, table: with room for the new fragments, chains and ids.
+        new: as for :func:`link`.
         before: what each fragment continues, from :func:`link`.
         pool: pool entry with the next observation of each fragment's last row, -1 for none; empty without a pool.
         spare: the free pool entries; released ones are appended.
         released: chains whose last row releases its pool entry, because the row that continues it has the same values.
         touched: filled with the chain of each fragment.
     """
+    state, _, fragments, chains = index
+    rows, firsts, _, _, ids, _, done, _, step_last = new
     s = state[0]
+
     for c in released:
         f = fragments[place(state, fragments, chains[c].last)]
         spare[s.spare] = f.pool
@@ -434,29 +401,16 @@ def publish(
 
 
 @compiled()
-def rebuild(
-    state: Records,
-    fragments: Records,
-    chains: Records,
-    spare: Array,
-    firsts: Array,
-    chain: Array,
-    pool: Array,
-    ids: Array,
-    free: Array,
-    free_entries: Array,
-) -> None:
+def rebuild(index: Index, spare: Array, saved: tuple[Array, Array, Array, Array, Array, Array]) -> None:
     """Fill empty tables with checked fragments of closed chains; ``state`` has the right head and written.
 
     Args:
-        fragments, chains: empty, with room for all of them.
-        spare: filled with the free pool entries ``free_entries``.
-        firsts: row number of each fragment's first row, ascending.
-        chain: chain of each fragment.
-        pool: as for :func:`publish`.
-        ids: id of each chain, including free ones.
-        free: the free chain slots, in the order of use.
+        index: its tables are empty, with room for all fragments and chains.
+        spare: filled with the free pool entries.
+        saved: the fields of `flatroll.buffers.index.saved_tables.SavedFragments`.
     """
+    state, _, fragments, chains = index
+    firsts, chain, pool, ids, free, free_entries = saved
     s = state[0]
     s.first = 0
     s.end = 0
@@ -497,10 +451,7 @@ def weigh(
     count: Int,
     weight: Array,
     tree: Array,
-    length: Int,
-    start: bool,
-    strict: bool,
-    span: Int,
+    way: tuple[Int, bool, bool, Int],
 ) -> None:
     """Update the weights of the trajectories ``touched``, and the Fenwick tree of all weights.
 
@@ -512,11 +463,13 @@ def weigh(
         touched, count: chains that have changed, and how many of them to update.
         weight: int64, weight of each chain; updated.
         tree: int64, the Fenwick tree (see `flatroll.kernels.slices.links.draw_chain`); updated.
-        length: rows per slice.
-        start: whether a chain weighs as many as it has possible starts, instead of 1.
-        strict: whether chains shorter than a slice weigh 0.
-        span: rows by which slices may extend beyond a chain, both ends together.
+        way: ``length, start, strict, span``:
+            length: rows per slice.
+            start: whether a chain weighs as many as it has possible starts, instead of 1.
+            strict: whether chains shorter than a slice weigh 0.
+            span: rows by which slices may extend beyond a chain, both ends together.
     """
+    length, start, strict, span = way
     least = length if strict else 1
     for k in range(count):
         c = touched[k]

@@ -1,6 +1,6 @@
 """Compiled kernels that find or draw the rows at which slices start.
 
-The index is the tables ``state, fragments, chains`` (`flatroll.kernels.rows.records`) of a ring of ``capacity`` rows.
+The index is the record ``state, capacity, fragments, chains`` (`flatroll.kernels.rows.records`).
 
 This module imports numba: import it inside the function that needs it.
 """
@@ -8,6 +8,7 @@ This module imports numba: import it inside the function that needs it.
 import numpy as np
 
 from flatroll.kernels.compiled import Array, Int, Records, compiled, helper
+from flatroll.kernels.rows.records import Index
 from flatroll.kernels.slices.links import (
     draw_chain,
     fragment_holding,
@@ -101,16 +102,7 @@ def _marked_start(
 
 @compiled()
 def draw_marked(
-    state: Records,
-    capacity: Int,
-    fragments: Records,
-    chains: Records,
-    tree: Array,
-    uniform: Array,
-    length: Int,
-    strict: bool,
-    marks: Array,
-    starts: Array,
+    index: Index, tree: Array, uniform: Array, length: Int, strict: bool, marks: Array, starts: Array
 ) -> Int:
     """Draw start slots of slices among those with ``marks[slot]``; return how many were found.
 
@@ -126,6 +118,7 @@ def draw_marked(
         marks: bool ``[capacity]``, by slot.
         starts: int64, the result.
     """
+    state, capacity, fragments, chains = index
     used = state[0].slots
 
     for j in range(len(starts)):
@@ -151,15 +144,7 @@ def draw_marked(
 
 @compiled()
 def slice_partition(
-    state: Records,
-    capacity: Int,
-    fragments: Records,
-    chains: Records,
-    begin: Array,
-    length: Int,
-    again: bool,
-    strict: bool,
-    partition: Array,
+    index: Index, begin: Array, length: Int, again: bool, strict: bool, partition: Array
 ) -> Int:
     """Split each trajectory into slices that do not overlap; return the number of slices.
 
@@ -170,6 +155,7 @@ def slice_partition(
         strict: whether slices shorter than ``length`` are left out.
         partition: int64 ``[2, n]``, becomes the first slot and the rows of each slice, in the order of their rows.
     """
+    state, capacity, fragments, chains = index
     s = state[0]
     slot_0 = row_in_slot_0(state, capacity)
     count = 0
@@ -234,21 +220,14 @@ def _slots_between(
 
 
 @compiled()
-def new_starts(
-    state: Records,
-    capacity: Int,
-    fragments: Records,
-    chains: Records,
-    first: Int,
-    length: Int,
-    strict: bool,
-    slots: Array,
-) -> Int:
+def new_starts(index: Index, first: Int, length: Int, strict: bool, slots: Array) -> Int:
     """List the slots where slices of ``length`` rows can start only because of the rows from ``first`` on.
 
     Unless ``strict``, also the first row of each shorter chain that these rows lengthened. Return the number of slots.
     """
+    state, capacity, fragments, chains = index
     s = state[0]
+
     # the fragment that holds row ``first``
     number = s.end - 1
     while number > s.first and fragments[place(state, fragments, number)].first > first:
@@ -273,16 +252,9 @@ def new_starts(
 
 
 @compiled()
-def shortened_trajectories(
-    state: Records,
-    capacity: Int,
-    fragments: Records,
-    chains: Records,
-    touched: Array,
-    length: Int,
-    slots: Array,
-) -> Int:
+def shortened_trajectories(index: Index, touched: Array, length: Int, slots: Array) -> Int:
     """List the first slots of ``touched`` trajectories with fewer than ``length`` rows; return the count."""
+    state, capacity, fragments, chains = index
     count = 0
     for c in touched:
         chain = chains[c]

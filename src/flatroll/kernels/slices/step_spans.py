@@ -1,13 +1,14 @@
 """A compiled kernel that finds the trajectories of a step writer's rows, both stored and waiting ones.
 
-The index is the tables ``state, fragments, chains`` (`flatroll.kernels.rows.records`) of a ring of ``capacity`` rows.
+The index is the record ``state, capacity, fragments, chains`` (`flatroll.kernels.rows.records`).
 
 This module imports numba: import it inside the function that needs it.
 """
 
 import numpy as np
 
-from flatroll.kernels.compiled import Array, Int, Records, compiled, helper
+from flatroll.kernels.compiled import Array, Int, compiled, helper
+from flatroll.kernels.rows.records import Index
 from flatroll.kernels.slices.links import place, rows_in_slots
 
 
@@ -30,18 +31,9 @@ def _run_stop(init: Array, ids: Array, done: Array, env: Int, at: Int, filled: I
 def step_spans(
     places: Array,
     num_envs: Int,
-    windows: Array,
-    used: Int,
-    oldest: Int,
-    stored: Int,
-    filled: Int,
-    init: Array,
-    ids: Array,
-    done: Array,
-    state: Records,
-    capacity: Int,
-    fragments: Records,
-    chains: Records,
+    stored_steps: tuple[Array, Int, Int],
+    waiting_steps: tuple[Int, Int, Array, Array, Array],
+    index: Index,
     spans: Array,
 ) -> bool:
     """Find the first step of each row's trajectory and the one after its last, among stored and waiting rows.
@@ -49,18 +41,24 @@ def step_spans(
     Args:
         places: step * E + env of each row, int64 ``[N]``.
         num_envs: E.
-        windows: int64 ``[3, >= used]``, for each stored window its first step, the number of its first row in the
-            ring, and its steps; an env's rows are adjacent.
-        used: number of windows.
-        oldest: first complete stored step; -1 if there is none.
-        stored: number of the first waiting step.
-        filled: number of waiting steps.
-        init, ids, done: markers of the waiting rows, ``[E, >= filled]``.
+        stored_steps: ``windows, used, oldest``:
+            windows: int64 ``[3, >= used]``, for each stored window its first step, the number of its first row in the
+                ring, and its steps; an env's rows are adjacent.
+            used: number of windows.
+            oldest: first complete stored step; -1 if there is none.
+        waiting_steps: ``stored, filled, init, ids, done``:
+            stored: number of the first waiting step.
+            filled: number of waiting steps.
+            init, ids, done: markers of the waiting rows, ``[E, >= filled]``.
         spans: int64 ``[2, N]``, the result.
 
     Returns:
         False if one of the rows was overwritten.
     """
+    state, capacity, fragments, chains = index
+    windows, used, oldest = stored_steps
+    stored, filled, init, ids, done = waiting_steps
+
     count = len(places)
     slots = np.zeros(count, np.int64)
 

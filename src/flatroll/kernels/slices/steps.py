@@ -5,12 +5,17 @@ A row's *place* is the number step * E + env, for E envs.
 This module imports numba: import it inside the function that needs it.
 """
 
+from typing import TypeAlias
+
 import numpy as np
 
-from flatroll.kernels.compiled import Array, Int, Records, compiled
+from flatroll.kernels.compiled import Array, Int, compiled
 from flatroll.kernels.rows.gather import gather_next, scatter
+from flatroll.kernels.rows.records import Index
 from flatroll.kernels.slices.drawing import follow_rows
 from flatroll.kernels.slices.links import row_slot
+
+Where: TypeAlias = tuple[Array, Int, Int, Int, Int, Int]
 
 _ANY = 2**62  # rows of an array whose size is not checked
 
@@ -29,30 +34,20 @@ def number_places(steps: Array, envs: Array, num_envs: Int, first: Int, stop: In
 
 
 @compiled()
-def locate(
-    places: Array,
-    num_envs: Int,
-    windows: Array,
-    used: Int,
-    head: Int,
-    capacity: Int,
-    stored: Int,
-    length: Int,
-    slots: Array,
-    waiting: Array,
-) -> Int:
+def locate(places: Array, num_envs: Int, where: Where, slots: Array, waiting: Array) -> Int:
     """Find the rows at ``places``: the stored ones in a ring, the others in arrays ``[E, length]``.
 
     Args:
         places: int64 ``[N]``.
         num_envs: E.
-        windows: int64 ``[3, >= W]``, for each stored window its first step, the number of its first row in the ring,
-            and its steps; an env's rows are adjacent.
-        used: W; ``windows`` may have more columns.
-        head: number of the oldest row that may be read.
-        capacity: capacity of the ring.
-        stored: number of the first waiting step; all later ones wait, too.
-        length: number of steps in the arrays.
+        where: ``windows, used, head, capacity, stored, length``:
+            windows: int64 ``[3, >= W]``, for each stored window its first step, the number of its first row in the
+                ring, and its steps; an env's rows are adjacent.
+            used: W; ``windows`` may have more columns.
+            head: number of the oldest row that may be read.
+            capacity: capacity of the ring.
+            stored: number of the first waiting step; all later ones wait, too.
+            length: number of steps in the arrays.
         slots: int64 ``[N]``, becomes the slot of each row, an arbitrary stored one for waiting rows.
         waiting: int64 ``[2, N]``, becomes (position in ``places``, row env * length + step of the arrays) for each
             waiting row.
@@ -60,6 +55,7 @@ def locate(
     Returns:
         number of waiting rows; -1 if one of the others was overwritten.
     """
+    windows, used, head, capacity, stored, length = where
     count = 0
     known = np.int64(0)
     slot_0 = head - head % capacity  # number of the row that slot 0 held when the oldest row was written
@@ -108,14 +104,8 @@ def locate(
 def read_steps(
     places: Array,
     num_envs: Int,
-    windows: Array,
-    used: Int,
-    head: Int,
-    capacity: Int,
-    stored: Int,
-    length: Int,
-    state: Records,
-    fragments: Records,
+    where: Where,
+    index: Index,
     columns: Array,
     pool: Array,
     roots: Array,
@@ -126,8 +116,8 @@ def read_steps(
     This is :func:`locate`, `flatroll.kernels.rows.gather` and :func:`follow_rows` in one call.
 
     Args:
-        places ... length: as for :func:`locate`.
-        state, fragments: tables of the trajectory index, read only if there are ``roots``.
+        places, num_envs, where: as for :func:`locate`.
+        index: tables of the trajectory index (`flatroll.kernels.rows.records`), read only if there are ``roots``.
         columns: int64 ``[3, K + M]``, addresses of the stored columns, bytes of their rows, and addresses of the arrays
             of waiting rows; the last M are next observations, which are not stored.
         pool: int64 ``[M]``, addresses of the pool's columns.
@@ -140,7 +130,7 @@ def read_steps(
     count = len(places)
     slots = np.empty(count, np.int64)
     waiting = np.empty((2, count), np.int64)
-    wait = locate(places, num_envs, windows, used, head, capacity, stored, length, slots, waiting)
+    wait = locate(places, num_envs, where, slots, waiting)
     if wait < 0:
         return False
 
@@ -152,10 +142,10 @@ def read_steps(
         patch = np.empty((2, count), np.int64)
         patched = 0
         if len(roots):
-            patched = follow_rows(state, capacity, fragments, slots, follow, patch)
+            patched = follow_rows(index, slots, follow, patch)
 
         found = patch[:, :patched]
-        gather_next(source, target, size, capacity, roots, slots, follow, found, pool)
+        gather_next(source, target, size, where[3], roots, slots, follow, found, pool)
 
     scatter(staged, target, size, _ANY, waiting[1, :wait], waiting[0, :wait])
     return True
