@@ -25,10 +25,11 @@ from flatroll.rollouts.arguments import (
     make_envs,
 )
 from flatroll.rollouts.batch_columns import spec_of_columns
+from flatroll.rollouts.env_facts import read_env
 from flatroll.rollouts.policies import Policy, Weights, copy_weights
-from flatroll.rollouts.pool_runner import PoolRunner, lead_pool
+from flatroll.rollouts.pool_runner import PoolRunner, make_runner
 from flatroll.rollouts.progress import ProgressBar
-from flatroll.rollouts.runner import Runner
+from flatroll.rollouts.runner import Runner, RunnerOptions
 from flatroll.rollouts.splits import SplitRunner
 from flatroll.rollouts.window import compact_batch
 from flatroll.specs import Composite
@@ -212,21 +213,25 @@ class Collector(Facts):
             envs, moves, self._made_env = make_envs(
                 create_env_fn, splits, obs_dtype, env_device, max_frames_per_traj, undo
             )
-            parts = [Runner(env, info_keys, track_traj_ids, writer, track_policy_version) for env in envs]
-            runner = lead_pool(parts[0]) if splits == 1 else SplitRunner(parts, moves)
+            facts = [read_env(env, info_keys, track_traj_ids, writer) for env in envs]
             given = device, env_device, policy_device, storing_device, no_cuda_sync
-            devices = make_devices(runner.device, *given)
-            steps = -(-frames_per_batch // runner.num_envs)  # rounded up
-            wire = auto_register_policy_transforms is not False
-            runner.start(
-                policy,
-                steps,
+            devices = make_devices(facts[0].device, *given)
+            options = RunnerOptions(
                 devices=devices,
                 exploration=exploration,
                 seed=seed,
-                recurrent=wire,
+                recurrent=auto_register_policy_transforms is not False,
                 state_stride=state_stride,
+                track_version=track_policy_version,
             )
+
+            num_envs = sum(part.num_envs for part in facts)
+            steps = -(-frames_per_batch // num_envs)  # rounded up
+            runner: Runner | PoolRunner | SplitRunner
+            if splits == 1:
+                runner = make_runner(facts[0], policy, steps, options)
+            else:
+                runner = SplitRunner(facts, moves, policy, steps, options)
             undo.pop_all()
         self._runner = runner
         self._devices = devices
@@ -246,7 +251,7 @@ class Collector(Facts):
         self._interruptor = interruptor
         self._pre_hook = pre_collect_hook
         self._post_hook = post_collect_hook
-        self._compact = compact_obs or runner.asks_compact
+        self._compact = compact_obs or facts[0].asks_compact
         self._scaled = any(map(scales_by_running_statistics, runner.envs))
         if self._scaled and replay_buffer is not None:
             warn_of_scales(stacklevel=2)
