@@ -288,26 +288,21 @@ def _find_drawer(sampler: Any) -> "Callable[..., Drawn] | None":
     return found
 
 
-def draw_options(log_probs: Tensor) -> Tensor:
-    """Draw an option of each row, int64 ``[N, 1]``, as `Categorical.sample` does; rows are log-probabilities.
-
-    The host draws as ``torch.multinomial`` does there for one sample: by the largest probability divided by an
-    exponential number, but without its checks of the probabilities, see `draw_choice`.
-    """
-    probabilities = log_probs.exp()
-    if not probabilities.is_cpu:
-        return torch.multinomial(probabilities, 1, True)
-    waits = torch.empty_like(probabilities).exponential_()
-    return (probabilities / waits).argmax(-1, keepdim=True)
-
-
 def draw_choice(logits: Tensor) -> Drawn:
     """Draw an option of each row as ``Categorical(logits=logits)`` does, ``[N, n]``; None where it would refuse to."""
     if logits.ndim != 2:
         return None
 
     log_probs = logits.log_softmax(-1)
-    choice = draw_options(log_probs)
+    probabilities = log_probs.exp()
+    if probabilities.is_cpu:
+        # As torch.multinomial draws one sample on the host, the largest probability divided by an exponential number,
+        # but without its checks of the probabilities.
+        waits = torch.empty_like(probabilities).exponential_()
+        choice = (probabilities / waits).argmax(-1, keepdim=True)
+    else:
+        choice = torch.multinomial(probabilities, 1, True)
+
     log_prob = log_probs.gather(-1, choice).squeeze(-1)
     # NaN is the largest number to argmax, so where a row had one, or had infinite logits, the log-probability of its
     # option is NaN. On a device torch.multinomial has looked.

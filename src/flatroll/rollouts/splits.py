@@ -13,6 +13,7 @@ from torch import Tensor
 from flatroll.layout.keys import require
 from flatroll.rollouts.env_facts import EnvFacts, check_overlaps
 from flatroll.rollouts.policies import Columns, Policy, refuse_memory
+from flatroll.rollouts.pool_runner import PoolRunner, lead_pool
 from flatroll.rollouts.random_actions import RandomActions
 from flatroll.rollouts.runner import Runner, RunnerOptions
 from flatroll.rollouts.window import Window
@@ -154,6 +155,21 @@ class SplitRunner:
             for part, first, drawn in zip(self._parts, self._firsts, self._drawn, strict=True):
                 drawn.append(map_tree(lambda leaf, a=first, n=part.num_envs: leaf[a : a + n], actions))
         return self._drawn[i].pop(0)
+
+
+def make_runner(
+    facts: Sequence[EnvFacts],  # of the env, or of its parts
+    moves: Moves | None,  # of an env that was split
+    policy: Policy | None,
+    rows: int,  # capacity, rounded up to vector steps
+    options: RunnerOptions,
+) -> Runner | PoolRunner | SplitRunner:
+    """Make the runner of an env, or of the parts of a pool."""
+    num_envs = sum(part.num_envs for part in facts)
+    steps = -(-rows // num_envs)
+    if len(facts) == 1:
+        return lead_pool(facts[0], policy, steps, options)
+    return SplitRunner(facts, moves, policy, steps, options)
 
 
 class JointWindow(Window):
