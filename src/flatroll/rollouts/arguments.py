@@ -182,28 +182,7 @@ def make_env(
 
     ``undo`` closes an env that was created here; the caller closes its own.
     """
-    env: Any = create_env_fn
-    made = False
-    if isinstance(env, (list, tuple)):
-        adapted = adapt_list(env)
-        if adapted is None:
-            raise TypeError(
-                f"create_env_fn must be one env or one function that makes it, got a list of {len(env)}: make one "
-                f"gymnasium.vector.SyncVectorEnv of them, or step parts of one pool in turn with splits={len(env)}"
-            )
-        env, made = adapted
-        if made:
-            undo.callback(env.close)
-
-    if isinstance(env, type) or not (hasattr(env, "step") and hasattr(env, "reset")):
-        if not callable(env):
-            raise TypeError(f"create_env_fn must be an env or a function that makes one, got {env!r}")
-
-        env = env()
-        made = True
-        if hasattr(env, "close"):
-            undo.callback(env.close)
-
+    env, made = _create_env(create_env_fn, undo)
     if obs_dtype is not None:
         env = adapt_env(env, dtype=obs_dtype)
     if device is not None and check_device("env_device", device).type != "cpu":
@@ -220,6 +199,32 @@ def make_env(
             "the StepCounter max_steps instead"
         )
     return StepCounter(env, max_steps=index(max_steps)), made
+
+
+def _create_env(create_env_fn: EnvSource, undo: ExitStack) -> tuple[Any, bool]:
+    """Return the env, or what the function makes, and whether it was created here, which ``undo`` closes."""
+    env: Any = create_env_fn
+    made = False
+    if isinstance(env, (list, tuple)):
+        adapted = adapt_list(env)
+        if adapted is None:
+            raise TypeError(
+                f"create_env_fn must be one env or one function that makes it, got a list of {len(env)}: make one "
+                f"gymnasium.vector.SyncVectorEnv of them, or step parts of one pool in turn with splits={len(env)}"
+            )
+        env, made = adapted
+        if made:
+            undo.callback(env.close)
+
+    if not isinstance(env, type) and hasattr(env, "step") and hasattr(env, "reset"):
+        return env, made
+    if not callable(env):
+        raise TypeError(f"create_env_fn must be an env or a function that makes one, got {env!r}")
+
+    env = env()
+    if hasattr(env, "close"):
+        undo.callback(env.close)
+    return env, True
 
 
 def usable_device(name: str, device: torch.device | str) -> torch.device:

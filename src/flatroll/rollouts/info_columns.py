@@ -53,29 +53,14 @@ class InfoColumns:
         Raises:
             ValueError: an entry of an ended row is unknown and not floating (on a device: `check_known` raises it).
         """
-        stream = self._stream
-        final = info.get("final_info") if stream.same_step else None
+        final = None
+        if self._stream.same_step:
+            final = info.get("final_info")
         lost = self._lost_rows(info)
 
         for name in self._names:
-            value = self.entry(info, name)
-            if isinstance(final, dict):
-                last = self.entry(final, name)
-            else:
-                last = None
-
             from_step = as_tuple(name)[0] in self._of_step
-            if last is not None:
-                if value is None:
-                    value = last
-                else:
-                    value = select(stream.ended, last, value)
-            elif final is None or value is None or from_step:
-                pass
-            elif value.shape[:1] == (stream.num_envs,):
-                # it belongs to the reset of the next episode
-                value = fill_rows(copy_array(value), stream.ended, False)
-
+            value = self._last_value(name, info, final, from_step)
             if lost is not None and value is not None and not from_step:
                 value = self._hide(name, value, lost)
             window.put_loose(next_key(name), value)
@@ -89,6 +74,25 @@ class InfoColumns:
                     else:
                         zeros = np.zeros_like(value)
                     window.put_loose(name, zeros)
+
+    def _last_value(self, name: NestedKey, info: dict[str, Any], final: Any, from_step: bool) -> Array | None:
+        """Return an entry after the step: of ended rows from ``final_info``, which has it or not."""
+        stream = self._stream
+        value = self.entry(info, name)
+        last = None
+        if isinstance(final, dict):
+            last = self.entry(final, name)
+
+        if last is not None:
+            if value is None:
+                return last
+            return select(stream.ended, last, value)
+        if final is None or value is None or from_step:
+            return value
+        if value.shape[:1] == (stream.num_envs,):
+            # it belongs to the reset of the next episode
+            return fill_rows(copy_array(value), stream.ended, False)
+        return value
 
     def _lost_rows(self, info: dict[str, Any]) -> Array | None:
         """Return the rows that the env itself has reset without ``final_info``, bool ``[E]``; None if none is."""

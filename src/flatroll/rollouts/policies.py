@@ -147,30 +147,21 @@ class ModulePolicy:
         self._num_envs = num_envs
         self._devices = devices
         self._exploration = exploration
-        out_keys = map(as_tuple, (*policy.out_keys, *find_base_keys(policy)))
         leaves = [*map(as_tuple, action_keys)]
-        parts = policy.modules() if isinstance(policy, nn.Module) else ()
-        recomputed = {as_tuple(key) for part in parts for key in getattr(part, "recomputed_keys", ())}
-
         #: The columns that it may write.
-        self.writes: list[NestedKey] = [
-            plain_key(key)
-            for key in dict.fromkeys(out_keys)
-            if not key[-1].startswith("_")
-            and key not in recomputed
-            and not any(leaf[: len(key)] == key for leaf in leaves)
-        ]
+        self.writes = _columns_of(policy, leaves)
 
         # Entries next to the parts of an action: columns, and what a CompositeDistribution also writes there.
         scores = [(*leaf[:-1], f"{leaf[-1]}_log_prob") for leaf in leaves if len(leaf) > 1]
         self._beside = [key for key in (*map(as_tuple, self.writes), *scores) if key[0] == ACTION]
-        states = recurrent_states(policy) if recurrent else {}
 
         #: The initial values of its recurrent states, for one row.
-        self.defaults: Columns = {key: value.to(devices.env) for key, value in states.items()}
-
+        self.defaults: Columns = {}
+        if recurrent:
+            self.defaults = {key: value.to(devices.env) for key, value in recurrent_states(policy).items()}
+        written = set(map(as_tuple, self.writes))
         for key in self.defaults:
-            if next_key(key) not in map(as_tuple, self.writes):
+            if next_key(key) not in written:
                 raise ValueError(
                     f"the policy has the recurrent state {key!r} but not {next_key(key)!r} in its out_keys "
                     f"{list(policy.out_keys)}: it would lose its state at every step. Keep it with select_out_keys(...)"
@@ -178,8 +169,6 @@ class ModulePolicy:
 
         if recurrent and primed:
             self.prime(primed)
-        else:
-            self.prime({})
 
         self._written: list[NestedKey] | None = None  # the keys of `writes` that it has written
         self._on_columns: ColumnActor | None = None  # its parts, if they are known
@@ -292,6 +281,22 @@ class ModulePolicy:
         actor = ColumnActor.of(self._policy)
         if actor is not None and (self._exploration is InteractionType.RANDOM or not actor.draws):
             self._on_columns = actor
+
+
+def _columns_of(policy: PolicyModule, leaves: Sequence[tuple[str, ...]]) -> list[NestedKey]:
+    """Return the columns that a policy may write besides the action, whose parts are ``leaves``."""
+    parts = policy.modules() if isinstance(policy, nn.Module) else ()
+    recomputed = {as_tuple(key) for part in parts for key in getattr(part, "recomputed_keys", ())}
+    inner = {
+        leaf[:length] for leaf in leaves for length in range(1, len(leaf) + 1)
+    }  # parts, and what holds them
+
+    out_keys = dict.fromkeys(map(as_tuple, (*policy.out_keys, *find_base_keys(policy))))
+    return [
+        plain_key(key)
+        for key in out_keys
+        if not key[-1].startswith("_") and key not in recomputed and key not in inner
+    ]
 
 
 class ActionRange:

@@ -215,6 +215,11 @@ def _check_alike(parts: Sequence[EnvFacts]) -> None:
         if any(fact != facts[0] for fact in facts):
             raise ValueError(f"the parts of splits= must have the same {name}, got {facts}")
 
+    _check_pool_seeds(parts)
+
+
+def _check_pool_seeds(parts: Sequence[EnvFacts]) -> None:
+    """Raise ValueError if envs of two envpools have the same seed."""
     seeds: list[int] = []  # seeds of all envs of envpools
     for part in parts:
         config = getattr(part.stream.source.env, "config", None)

@@ -66,7 +66,10 @@ def _check_failures(plan: Plan) -> None:
         if isinstance(count, bool) or not hasattr(count, "__index__") or count < least:
             raise ValueError(f"{name} must be an integer of at least {least}, got {count!r}")
 
-    limits: dict[str, float | None] = {"step_timeout": options.step_timeout, "start_timeout": plan.start_timeout}
+    limits: dict[str, float | None] = {
+        "step_timeout": options.step_timeout,
+        "start_timeout": plan.start_timeout,
+    }
     for name, seconds in limits.items():
         if seconds is not None and not (isinstance(seconds, Real) and seconds > 0):
             raise ValueError(f"{name} must be a positive number of seconds or None, got {seconds!r}")
