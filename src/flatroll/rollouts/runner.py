@@ -307,6 +307,7 @@ class Runner:
         if stream.moves.count != self._at:
             self._restart_moved()
 
+        # What the policy sees.
         info = self._info
         if self._one_obs:
             seen = [self._obs]
@@ -327,6 +328,9 @@ class Runner:
             window.put((POLICY_VERSION,), (self._versions,))
         if self.states:
             self._restart_states()
+
+        # What it does.
+        action: Tree = None
         if self._module is not None:
             action = self._ask_module(self._module, seen, chosen)
         elif self._function is not None:
