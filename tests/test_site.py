@@ -4,6 +4,7 @@
 """
 
 import importlib
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 import flatroll
+import flatroll.rollouts
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -201,6 +203,22 @@ def test_a_function_is_not_hidden_by_its_file_and_comments_are_read(docstrings: 
     assert package["step_mdp"].is_function
     assert package["IS_INIT"].docstring.value == "Bool: the row is the first of its episode."
     assert package["RESERVED"].docstring.value.startswith("Root names that the package writes itself.")
+
+
+def test_the_options_of_collectors_stand_in_their_signatures(docstrings: Any) -> None:
+    griffe = pytest.importorskip("griffe")
+    extensions = griffe.load_extensions(docstrings.SiteDocstrings())
+    package = griffe.load("flatroll", search_paths=[ROOT / "src"], extensions=extensions)
+    for name in ("Collector", "MultiCollector", "RayCollector"):
+        shown = package["rollouts"][name].members["__init__"].parameters
+        known = inspect.signature(getattr(flatroll.rollouts, name)).parameters
+        assert [one.name for one in shown] == ["self", *known]
+        assert {one.name for one in shown if one.default is None} == {
+            "self",
+            "create_env_fn",
+            "frames_per_batch",
+        }
+        assert str(shown["state_stride"].annotation) == "int" and shown["state_stride"].default == "1"
 
 
 def test_examples_beside_a_function_named_as_their_file_are_fenced(docstrings: Any, tmp_path: Path) -> None:

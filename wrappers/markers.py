@@ -259,7 +259,7 @@ class StepCounter(MarkerWrapper):
             fill_rows(count, self.stream.first, 0)
         self._count = count
 
-        if not self.stream.may_alias_markers:
+        if not self.stream.lending.markers:
             count = copy_array(count)
         result[4][self.info_name] = count
         return result
@@ -319,7 +319,7 @@ class TrajId(MarkerWrapper):
                 self._ids = self._ids + first * self._total
 
         ids = self._ids
-        if not self.stream.may_alias_markers:
+        if not self.stream.lending.markers:
             ids = copy_array(ids)
         result[4][self.info_name] = ids
         return result

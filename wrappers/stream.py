@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -63,6 +63,26 @@ def shared_moves(env: object) -> Moves:
     return _MOVES.setdefault(id(env), Moves(env))
 
 
+class Lending(NamedTuple):
+    """What a collector promises for a step, so that less need be copied and checked.
+
+    Attributes:
+        arrays: reward, flags and final observations may be the env's own arrays, which its next step overwrites: the
+            collector copies them.
+        markers: markers may put their own arrays into ``info``, and `VectorStream.first` may be the same array as
+            `VectorStream.ended`: nobody writes into them.
+        drawn: the actions were drawn from the action space, so their range is not checked.
+    """
+
+    arrays: bool = False
+    markers: bool = False
+    drawn: bool = False
+
+
+#: Of a step that no collector makes.
+NOTHING_LENT = Lending()
+
+
 class VectorStream(VectorEnv[Any, Any, Any]):
     """An adapted vector env, made by `as_vector_env`, with flags ``first`` and ``ended`` for each sub-env.
 
@@ -86,12 +106,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         same_step: the returned observation of an ended row is already the next episode's first.
         hides_final_obs: the env may hide final observations, so `known` may be False in some rows.
         actions: the actions passed to the env in the last step, after checks and casts.
-        may_alias: reward, flags and final observations may be the env's own arrays, which its next step overwrites.
-            True only in the steps of a collector, which copies them.
-        may_alias_markers: markers may put their own arrays into ``info``, and `first` may be the same array as `ended`,
-            since nobody writes into them. True only in a collector.
-        drawn: the actions of the next step were drawn from the action space, so their range is not checked. True only
-            in a collector.
+        lending: what a collector promises for the step that it makes, see `Lending`; nothing outside of its steps.
         capabilities: see `Capabilities`.
         moves: the count of steps and resets of the env, shared by all adapted envs around it.
         at: the count at this stream's last step or reset; -1 before the first.
@@ -151,10 +166,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         self.at = -1
         self._stepped = False
 
-        # What a collector promises.
-        self.may_alias = False
-        self.may_alias_markers = False
-        self.drawn = False
+        self.lending = NOTHING_LENT
 
         # The flags of the last step or reset.
         self.first: Array = None
@@ -184,6 +196,21 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         if self.same_step or not self._stepped:
             return None
         return ~self.first
+
+    @property
+    def may_alias(self) -> bool:
+        """The same as ``lending.arrays``."""
+        return self.lending.arrays
+
+    @property
+    def may_alias_markers(self) -> bool:
+        """The same as ``lending.markers``."""
+        return self.lending.markers
+
+    @property
+    def drawn(self) -> bool:
+        """The same as ``lending.drawn``."""
+        return self.lending.drawn
 
     @property
     def resets_itself(self) -> bool:
@@ -345,11 +372,11 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             self._refuse("step was called before reset: call env.reset() first")
 
         self._stepped = True
-        self.actions = self._check_actions(actions, self.drawn)
+        self.actions = self._check_actions(actions, self.lending.drawn)
         # Together: an interrupt must not come between.
         self.moves.count = self.at = self.at + 1
         # Resetting ended rows may overwrite what the step returned.
-        self.source.may_alias = self.may_alias and not self._folds and self._limit is None
+        self.source.may_alias = self.lending.arrays and not self._folds and self._limit is None
         try:
             obs, reward, terminated, truncated, info = self.source.step(self.actions)
         except Exception as error:  # an env may raise anything for an invalid action
@@ -407,7 +434,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
 
         if self.same_step:
             first = ended
-            if not self.may_alias_markers:
+            if not self.lending.markers:
                 first = copy_array(ended)  # the caller may keep both arrays: they must not alias
             # Together: an interrupt must not come between.
             self.first, self.ended = first, ended

@@ -5,11 +5,13 @@
 * `` `Name` `` of a public name that has an entry becomes a link to it; ``:class:`` and the like are taken off before.
 * A ``#:`` comment becomes the docstring of the name in its line, or in the line below.
 * A function that has the name of its file is the function, not the file.
+* The fields of the options named by ``@takes_options(Options)`` stand in a signature instead of its ``**options``.
 """
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import griffe
 
@@ -36,6 +38,8 @@ class SiteDocstrings(griffe.Extension):
         for owner in owners:
             if owner.is_attribute and owner.docstring is None and (comment := comment_of(owner)):
                 owner.docstring = griffe.Docstring(comment, lineno=owner.lineno, parent=owner)
+            if isinstance(owner, griffe.Function):
+                spell_out_options(owner)
             if owner.docstring is not None:
                 owner.docstring.value = mended(owner.docstring.value, public, owner.name)
 
@@ -61,6 +65,35 @@ def unshadow(room: griffe.Module) -> None:
         member = room.members.get(name)
         if isinstance(member, griffe.Module) and name in member.members:
             room.set_member(name, member.members[name])
+
+
+def spell_out_options(function: griffe.Function) -> None:
+    """Show the options of ``@takes_options(Options)`` by name, type and default, as `inspect.signature` does."""
+    for decorator in function.decorators:
+        call = decorator.value
+        if not isinstance(call, griffe.ExprCall) or str(call.function) != "takes_options":
+            continue
+
+        options: Any = function.module[str(call.arguments[0])]
+        if options.is_alias:
+            options = options.final_target
+        own = [one for one in function.parameters if one.kind is not griffe.ParameterKind.var_keyword]
+        function.parameters = griffe.Parameters(*own, *fields_of(options))
+
+
+def fields_of(options: griffe.Class) -> list[griffe.Parameter]:
+    """The fields of a dataclass as keyword parameters, those of subclasses before those of their bases."""
+    found: dict[str, griffe.Parameter] = {}
+    for owner in (options, *options.mro()):
+        for field in owner.members.values():
+            if isinstance(field, griffe.Attribute) and field.name not in found:
+                found[field.name] = griffe.Parameter(
+                    field.name,
+                    annotation=field.annotation,
+                    kind=griffe.ParameterKind.keyword_only,
+                    default=field.value,
+                )
+    return list(found.values())
 
 
 def comment_of(attribute: griffe.Object) -> str:

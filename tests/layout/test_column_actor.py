@@ -20,8 +20,7 @@ from tensordict.nn import (
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-from flatroll.layout.column_actor import ColumnActor
-from flatroll.layout.sampling import draw_choice, draw_options
+from flatroll.layout.column_actor import ColumnActor, draw_choice
 from flatroll.modules import Gaussian, MinGRUModule, actor, q_network
 from flatroll.rollouts import Collector
 
@@ -113,7 +112,7 @@ def collect(
     torch.manual_seed(11)
     collector = Collector(env, policy, frames_per_batch=40, total_frames=120, seed=3, **options)
     batch: Any = torch.cat(list(collector))  # type: ignore[arg-type]
-    used: Any = collector._runner._policy
+    used: Any = collector._runner._module
     return batch, torch.get_rng_state(), used._on_columns is not None
 
 
@@ -330,7 +329,7 @@ def test_numbers_that_are_not_finite_are_refused_as_by_the_distribution(name: st
     collector = Collector(env, policy, frames_per_batch=ENVS, total_frames=-1, seed=3)
     batches = iter(collector)
     next(batches)
-    used: Any = collector._runner._policy
+    used: Any = collector._runner._module
     assert used._on_columns is not None
     with torch.no_grad():
         next(policy.parameters())[:] = float("nan")
@@ -355,7 +354,9 @@ def test_options_are_drawn_as_by_multinomial() -> None:
     logits = torch.randn(20_000, 6).mul_(4)
     logits[:, 3] = -torch.inf
     torch.manual_seed(1)
-    ours = draw_options(logits.log_softmax(-1))
+    drawn = draw_choice(logits)
+    assert drawn is not None
+    ours = drawn[0].unsqueeze(-1)
     torch.manual_seed(1)
     theirs = torch.multinomial(logits.softmax(-1), 1, True)
     assert (ours != theirs).sum() <= 1

@@ -10,7 +10,7 @@ from gymnasium import spaces
 from tensordict import TensorDict
 
 from flatroll.rollouts import Collector, RandomPolicy, rollout
-from flatroll.rollouts.action_range import ActionRange
+from flatroll.rollouts.policies import ActionRange
 from flatroll.rollouts.random_actions import RandomActions
 
 

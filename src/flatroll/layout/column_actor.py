@@ -7,16 +7,17 @@ bits, except for log-probabilities of choices: they are made by log_softmax, one
 ``Categorical``, and may differ from its in the last digits (and so may a choice that is within these of another).
 
 Any other policy is called as it is: one with parts of another kind, with hooks, compiled, under autocast, with a
-distribution that has no `DrawsFromParameters`, of several actions, or under another interaction type than random.
+distribution that has no `DrawsFromParameters`, or of several actions. Under another interaction type than random use
+no `ColumnActor`: it draws.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from tensordict.nn import (
-    InteractionType,
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
@@ -26,7 +27,7 @@ from torch import Tensor
 from torch.distributions import Categorical
 
 from flatroll.layout.keys import NestedKey, as_tuple, plain_key
-from flatroll.layout.sampling import Drawn, base_sample_key, draw_choice
+from flatroll.layout.sampling import base_sample_key
 from flatroll.layout.tensordict_seam import (
     PLAIN_ACTOR,
     PLAIN_MODULE,
@@ -35,7 +36,6 @@ from flatroll.layout.tensordict_seam import (
     call_function_of,
     calls_do_more,
     hooks_of,
-    interaction_kind,
     parts_of,
     plain_attributes,
     samples_once,
@@ -43,6 +43,10 @@ from flatroll.layout.tensordict_seam import (
 
 #: Tensors ``[E, ...]`` by key.
 Columns: TypeAlias = dict[NestedKey, Tensor]
+
+#: What a draw without a distribution returns: actions ``[E, *shape]``, their log-probabilities ``[E]``, and what
+#: transforms made the actions of, or None. None in place of all three: the distribution is to draw, or to refuse.
+Drawn: TypeAlias = tuple[Tensor, Tensor, Tensor | None] | None
 
 
 class ColumnModule(Protocol):
@@ -80,12 +84,14 @@ class ColumnActor:
     is still what it was then: hooks, other parts or another distribution may come at any time.
     """
 
-    def __init__(self, parts: "_Parts", sampler: Any = None, draw: Any = None) -> None:
+    def __init__(self, parts: "_Parts", draw: Any = None) -> None:
         self._parts = parts
-        self._sampler = sampler
         self._draw = draw
-        self._steps = [_step_of(module) for module in parts.modules]
-        self._asked = [module for module in parts.modules if _takes_columns(module)]
+        #: The parts in turn, with the columns that a plain one reads; None for a `ColumnModule`.
+        self._calls = [
+            (module, None if _takes_columns(module) else _plain_keys(module.in_keys))
+            for module in parts.modules
+        ]
 
         made: set[NestedKey] = set()
         #: The columns that a call needs.
@@ -94,11 +100,10 @@ class ColumnActor:
             self._reads |= {key for key in _plain_keys(module.in_keys) if key not in made}
             made |= {*_plain_keys(module.out_keys)}
 
+        sampler = parts.sampler
         if sampler is not None:
             self._parameters: list[str] = list(sampler.in_keys)
             self._reads |= {key for key in self._parameters if key not in made}
-            self._distribution = sampler.distribution_class
-            self._options = dict(sampler.distribution_kwargs)
             [self._action] = _plain_keys(sampler.dist_sample_keys)
             self._log_prob = None
             if sampler.return_log_prob:
@@ -117,17 +122,32 @@ class ColumnActor:
         draw = _find_drawer(sampler)
         if draw is None or not all(map(parts.enter, modules)):
             return None
-        parts.note(sampler)
-        return cls(parts, sampler, draw)
+        parts.end_with(sampler)
+        return cls(parts, draw)
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws actions; otherwise it computes them, under every interaction type."""
+        return self._draw is not None
 
     def __call__(self, columns: Columns) -> bool:
         """Add what the actor writes to the columns; False if the policy must be called as it is."""
-        if not self._is_unchanged() or not columns.keys() >= self._reads:
+        if not self._parts.are_unchanged() or not columns.keys() >= self._reads:
             return False
 
-        for step in self._steps:
-            step(columns)
-        if self._sampler is None:
+        for module, reads in self._calls:
+            if reads is None:
+                module.on_columns(columns)
+                continue
+
+            outputs = call_function_of(module, [columns[key] for key in reads])
+            for key, value in outputs.items():
+                if not isinstance(key, str):
+                    key = plain_key(key)
+                if key != "_":  # the name of an unused output
+                    columns[key] = value
+
+        if self._draw is None:
             return True
 
         drawn = self._draw(**{name: columns[name] for name in self._parameters})
@@ -140,25 +160,6 @@ class ColumnActor:
                 columns[self._base] = base
         return True
 
-    def _is_unchanged(self) -> bool:
-        """Return whether the policy has the parts it had, and nothing asks for more than calls of these."""
-        if torch.is_autocast_enabled("cpu") or not self._parts.are_unchanged():
-            return False
-
-        for module in self._asked:
-            if not module.takes_columns():
-                return False
-
-        sampler = self._sampler
-        if sampler is None:
-            return True
-        if (interaction_kind() or sampler.default_interaction_type) is not InteractionType.RANDOM:
-            return False
-        options = sampler.distribution_kwargs
-        if sampler.distribution_class is not self._distribution or len(options) != len(self._options):
-            return False
-        return all(options.get(name, _MISSING) is value for name, value in self._options.items())
-
 
 #: What no option is.
 _MISSING: Any = object()
@@ -169,10 +170,16 @@ class _Parts:
 
     Attributes:
         modules: in the order of their calls; those of sequences within the policy are among them.
+        sampler: the last part, if it draws the action.
     """
 
     def __init__(self) -> None:
         self.modules: list[Any] = []
+        self.sampler: Any = None
+        # The modules that are to be asked at each call, and what the sampler draws from.
+        self._asked: list[Any] = []
+        self._distribution: Any = None
+        self._options: dict[str, Any] = {}
         # What the policy and the sequences within it hold, and the parts that were in each.
         self._lists: list[tuple[Mapping[str, Any], list[Any]]] = []
         # All parts and sequences, with what each read; and their tables of hooks.
@@ -204,12 +211,21 @@ class _Parts:
         if own is None:
             return False
         self.modules.append(module)
+        if _takes_columns(module):
+            self._asked.append(module)
         self.note(module)
         return True
 
+    def end_with(self, sampler: Any) -> None:
+        """Add the part that draws the action."""
+        self.sampler = sampler
+        self._distribution = sampler.distribution_class
+        self._options = dict(sampler.distribution_kwargs)
+        self.note(sampler)
+
     def are_unchanged(self) -> bool:
         """Return whether the policy has these parts, which read the same entries and do nothing but run."""
-        if any(self._hooks) or calls_do_more():
+        if torch.is_autocast_enabled("cpu") or any(self._hooks) or calls_do_more():
             return False
         for held, parts in self._lists:
             if [*held.values()] != parts:
@@ -217,7 +233,17 @@ class _Parts:
         for module, keys in self._reads:
             if module.in_keys != keys or "_compiled_call_impl" in module.__dict__:
                 return False
-        return True
+        for module in self._asked:
+            if not module.takes_columns():
+                return False
+
+        sampler = self.sampler
+        if sampler is None:
+            return True
+        options = sampler.distribution_kwargs
+        if sampler.distribution_class is not self._distribution or len(options) != len(self._options):
+            return False
+        return all(options.get(name, _MISSING) is value for name, value in self._options.items())
 
 
 def _plain_keys(keys: Sequence[Any]) -> list[NestedKey]:
@@ -230,23 +256,6 @@ def _takes_columns(module: Any) -> bool:
         if "forward" in kind.__dict__:
             return "on_columns" in kind.__dict__
     return False
-
-
-def _step_of(module: Any) -> Callable[[Columns], None]:
-    """Return a function that does what a part does with a tensordict of these columns."""
-    if _takes_columns(module):
-        step: Callable[[Columns], None] = module.on_columns
-        return step
-
-    reads = _plain_keys(module.in_keys)
-
-    def run(columns: Columns) -> None:
-        outputs = call_function_of(module, [columns[key] for key in reads])
-        for key, value in outputs.items():
-            if key != "_":  # the name of an unused output
-                columns[plain_key(as_tuple(key))] = value
-
-    return run
 
 
 def _find_drawer(sampler: Any) -> "Callable[..., Drawn] | None":
@@ -277,3 +286,26 @@ def _find_drawer(sampler: Any) -> "Callable[..., Drawn] | None":
         return None
     found: Callable[..., Drawn] = draw
     return found
+
+
+def draw_choice(logits: Tensor) -> Drawn:
+    """Draw an option of each row as ``Categorical(logits=logits)`` does, ``[N, n]``; None where it would refuse to."""
+    if logits.ndim != 2:
+        return None
+
+    log_probs = logits.log_softmax(-1)
+    probabilities = log_probs.exp()
+    if probabilities.is_cpu:
+        # As torch.multinomial draws one sample on the host, the largest probability divided by an exponential number,
+        # but without its checks of the probabilities.
+        waits = torch.empty_like(probabilities).exponential_()
+        choice = (probabilities / waits).argmax(-1, keepdim=True)
+    else:
+        choice = torch.multinomial(probabilities, 1, True)
+
+    log_prob = log_probs.gather(-1, choice).squeeze(-1)
+    # NaN is the largest number to argmax, so where a row had one, or had infinite logits, the log-probability of its
+    # option is NaN. On a device torch.multinomial has looked.
+    if log_prob.is_cpu and not math.isfinite(log_prob.sum().item()):
+        return None
+    return choice.squeeze(-1), log_prob, None

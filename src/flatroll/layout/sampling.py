@@ -5,9 +5,8 @@ determines the normal sample, and the log-probability is off by tens, or NaN. Th
 *base sample*, is scored; a collector stores it in the batch beside the action.
 """
 
-import math
 from contextlib import nullcontext
-from typing import Any, Protocol, TypeAlias, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from tensordict.nn import CompositeDistribution
@@ -102,39 +101,6 @@ def draw(
         sample = dist.rsample(shape) if reparametrize else dist.sample(shape)
         log_prob = dist.log_prob(sample)
     return sample, log_prob, None
-
-
-#: What a draw without a distribution returns: actions ``[E, *shape]``, their log-probabilities ``[E]``, and what
-#: transforms made the actions of, or None. None in place of all three: the distribution is to draw, or to refuse.
-Drawn: TypeAlias = tuple[Tensor, Tensor, Tensor | None] | None
-
-
-def draw_options(log_probs: Tensor) -> Tensor:
-    """Draw an option of each row, int64 ``[N, 1]``, as `Categorical.sample` does; rows are log-probabilities.
-
-    The host draws as ``torch.multinomial`` does there for one sample: by the largest probability divided by an
-    exponential number, but without its checks of the probabilities, see `draw_choice`.
-    """
-    probabilities = log_probs.exp()
-    if not probabilities.is_cpu:
-        return torch.multinomial(probabilities, 1, True)
-    waits = torch.empty_like(probabilities).exponential_()
-    return (probabilities / waits).argmax(-1, keepdim=True)
-
-
-def draw_choice(logits: Tensor) -> Drawn:
-    """Draw an option of each row as ``Categorical(logits=logits)`` does, ``[N, n]``; None where it would refuse to."""
-    if logits.ndim != 2:
-        return None
-
-    log_probs = logits.log_softmax(-1)
-    choice = draw_options(log_probs)
-    log_prob = log_probs.gather(-1, choice).squeeze(-1)
-    # NaN is the largest number to argmax, so where a row had one, or had infinite logits, the log-probability of its
-    # option is NaN. On a device torch.multinomial has looked.
-    if log_prob.is_cpu and not math.isfinite(log_prob.sum().item()):
-        return None
-    return choice.squeeze(-1), log_prob, None
 
 
 def score(dist: Distribution, action: Tensor, base: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ columns, :func:`get_entry` 0.3 µs of 1.3 to 2.4, and a plain module's call 60 t
 a small network takes a millisecond.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any, cast
@@ -194,7 +194,11 @@ def plain_attributes(network: object, kind: type, plain: Mapping[str, Any]) -> d
 
 def calls_do_more() -> bool:
     """Return whether any module's call does more than call its ``forward``: skips existing entries, runs hooks."""
-    return not USES_PRIVATES or bool(_read_mode(_SKIPS, skip_existing)) or any(_GLOBAL_HOOKS)
+    if not USES_PRIVATES or any(_GLOBAL_HOOKS):
+        return True
+    if hasattr(_SKIPS, "_mode"):
+        return bool(_SKIPS._mode)
+    return bool(skip_existing())
 
 
 def hooks_of(own: Mapping[str, Any]) -> list[Mapping[Any, Any]]:
@@ -210,22 +214,17 @@ def _has_same_call(actor: type) -> bool:
     return issubclass(actor, base) and all(getattr(actor, name) is getattr(base, name) for name in names)
 
 
-# The variables that hold tensordict's modes.
+# The variables that hold tensordict's modes. Reading one takes 0.1 µs; the public functions take a lock and 1 µs.
 _TYPE: Any = getattr(probabilistic, "_interaction_type", None)
 _SKIPS: Any = getattr(utils, "_skip_existing", None)
 
 
-def _read_mode(holder: Any, public: Callable[[], Any]) -> Any:
-    """Return a mode of tensordict's without taking its lock: 0.1 µs instead of 1."""
-    if hasattr(holder, "_mode"):
-        return holder._mode
-    return public()
-
-
 def interaction_kind() -> InteractionType | None:
     """Return tensordict's interaction type; None if no block sets one."""
-    kind: InteractionType | None = _read_mode(_TYPE, interaction_type)
-    return kind
+    if hasattr(_TYPE, "_mode"):
+        kind: InteractionType | None = _TYPE._mode
+        return kind
+    return interaction_type()
 
 
 def exchange_interaction_type(kind: InteractionType | None) -> InteractionType | None:

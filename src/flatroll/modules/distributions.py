@@ -28,7 +28,7 @@ from flatroll.layout.checks import (
     check_sizes,
     check_whole_number,
 )
-from flatroll.layout.sampling import Drawn, draw_choice
+from flatroll.layout.column_actor import Drawn, draw_choice
 
 #: log sqrt(2 pi), a constant of the normal density.
 _HALF_LOG_2_PI = 0.5 * math.log(2.0 * math.pi)

@@ -5,13 +5,14 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import index
-from typing import Any, SupportsIndex, TypeAlias
+from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
 import torch
 from gymnasium.vector import AsyncVectorEnv
 from tensordict.nn import InteractionType
 
 from flatroll.layout.checks import as_text, check_choice, check_device, check_flags, check_usable_device
+from flatroll.rollouts.options import CollectorOptions
 from flatroll.wrappers.adapt_env import adapt_env, find_stream
 from flatroll.wrappers.families import adapt_list
 from flatroll.wrappers.gym_source import split_async
@@ -123,13 +124,15 @@ def check_exploration_type(exploration_type: InteractionType | str) -> Interacti
     return InteractionType(check_choice("exploration_type", exploration_type, [kind.value for kind in kinds]))
 
 
-def check_together(ids: bool, trajs: int | None, split: bool, to_buffer: bool, interruptor: object) -> None:
-    """Check options that depend on one another; warn about ``split_trajs``.
+def check_together(options: CollectorOptions, trajs: int | None, buffer: object, interruptor: object) -> None:
+    """Check arguments that depend on one another; warn about ``split_trajs``.
 
     Raises:
         ValueError: an option needs trajectory ids and there are none, or ``split_trajs`` with a replay buffer.
         TypeError: ``interruptor`` has no ``is_set()``.
     """
+    ids = options.track_traj_ids
+    split = options.split_trajs
     if interruptor is not None and not callable(getattr(interruptor, "is_set", None)):
         raise TypeError(
             "interruptor must have a method is_set(), as threading.Event and multiprocessing.Event have, got "
@@ -139,7 +142,7 @@ def check_together(ids: bool, trajs: int | None, split: bool, to_buffer: bool, i
         raise ValueError("trajs_per_batch needs track_traj_ids=True: trajectories are joined by their ids")
     if split and not ids:
         raise ValueError("split_trajs=True needs track_traj_ids=True: trajectories are found by their ids")
-    if split and to_buffer:
+    if split and buffer is not None:
         raise ValueError(
             "split_trajs=True cannot be combined with a replay_buffer: buffers hold flat rows, and their "
             "samplers find the "
@@ -179,28 +182,7 @@ def make_env(
 
     ``undo`` closes an env that was created here; the caller closes its own.
     """
-    env: Any = create_env_fn
-    made = False
-    if isinstance(env, (list, tuple)):
-        adapted = adapt_list(env)
-        if adapted is None:
-            raise TypeError(
-                f"create_env_fn must be one env or one function that makes it, got a list of {len(env)}: make one "
-                f"gymnasium.vector.SyncVectorEnv of them, or step parts of one pool in turn with splits={len(env)}"
-            )
-        env, made = adapted
-        if made:
-            undo.callback(env.close)
-
-    if isinstance(env, type) or not (hasattr(env, "step") and hasattr(env, "reset")):
-        if not callable(env):
-            raise TypeError(f"create_env_fn must be an env or a function that makes one, got {env!r}")
-
-        env = env()
-        made = True
-        if hasattr(env, "close"):
-            undo.callback(env.close)
-
+    env, made = _create_env(create_env_fn, undo)
     if obs_dtype is not None:
         env = adapt_env(env, dtype=obs_dtype)
     if device is not None and check_device("env_device", device).type != "cpu":
@@ -219,6 +201,32 @@ def make_env(
     return StepCounter(env, max_steps=index(max_steps)), made
 
 
+def _create_env(create_env_fn: EnvSource, undo: ExitStack) -> tuple[Any, bool]:
+    """Return the env, or what the function makes, and whether it was created here, which ``undo`` closes."""
+    env: Any = create_env_fn
+    made = False
+    if isinstance(env, (list, tuple)):
+        adapted = adapt_list(env)
+        if adapted is None:
+            raise TypeError(
+                f"create_env_fn must be one env or one function that makes it, got a list of {len(env)}: make one "
+                f"gymnasium.vector.SyncVectorEnv of them, or step parts of one pool in turn with splits={len(env)}"
+            )
+        env, made = adapted
+        if made:
+            undo.callback(env.close)
+
+    if not isinstance(env, type) and hasattr(env, "step") and hasattr(env, "reset"):
+        return env, made
+    if not callable(env):
+        raise TypeError(f"create_env_fn must be an env or a function that makes one, got {env!r}")
+
+    env = env()
+    if hasattr(env, "close"):
+        undo.callback(env.close)
+    return env, True
+
+
 def usable_device(name: str, device: torch.device | str) -> torch.device:
     """Return the argument as a `torch.device`; ValueError if torch cannot use it here."""
     wanted = check_usable_device(name, device)
@@ -227,44 +235,52 @@ def usable_device(name: str, device: torch.device | str) -> torch.device:
     return wanted
 
 
-def make_envs(
-    create_env_fn: EnvSource,
-    splits: int,
-    obs_dtype: torch.dtype | None,
-    device: torch.device | str | None,
-    max_steps: int | None,
-    undo: ExitStack,
-) -> tuple[list[Any], Moves | None, bool]:
-    """Return the ``splits`` parts of the env, the `Moves` of a split env, and whether they were created here.
+class MadeEnvs(NamedTuple):
+    """The env of a collector.
 
-    For the other arguments see `make_env`.
+    Attributes:
+        envs: the env, or its parts with ``splits``.
+        moves: of an env that was split.
+        here: whether they were created here; the caller closes its own.
     """
-    if splits == 1:
-        env, made = make_env(create_env_fn, obs_dtype, device, max_steps, undo)
-        return [env], None, made
 
-    moves = None
+    envs: list[Any]
+    moves: Moves | None
+    here: bool
+
+
+def make_envs(create_env_fn: EnvSource, options: CollectorOptions, undo: ExitStack) -> MadeEnvs:
+    """Return the adapted env or its parts; ``undo`` closes those that were created here."""
+    splits = options.splits
+
+    def make(source: Any) -> tuple[Any, bool]:
+        return make_env(source, options.obs_dtype, options.env_device, options.max_frames_per_traj, undo)
+
+    if splits == 1:
+        env, here = make(create_env_fn)
+        return MadeEnvs([env], None, here)
+
     if isinstance(create_env_fn, (list, tuple)):
         if len(create_env_fn) != splits:
             raise ValueError(
                 f"splits={splits} needs a list of {splits} envs or functions, got a list of {len(create_env_fn)}"
             )
 
-        envs = [make_env(one, obs_dtype, device, max_steps, undo) for one in create_env_fn]
-        made = all(made for _, made in envs)
-        if any(made for _, made in envs) != made:
+        parts = [make(one) for one in create_env_fn]
+        here = all(made for _, made in parts)
+        if any(made for _, made in parts) != here:
             raise TypeError("create_env_fn must be a list of envs or a list of functions, got some of each")
-    else:
-        whole, made = make_env(create_env_fn, None, None, None, undo)
-        if not isinstance(whole, AsyncVectorEnv):
-            raise ValueError(
-                f"splits={splits} can divide only a gymnasium.vector.AsyncVectorEnv, got "
-                f"{type(whole).__name__}: pass a list of {splits} envs (the parts of a pool) or of functions "
-                "that make them"
-            )
-        if splits > whole.num_envs:
-            raise ValueError(f"splits={splits} needs at least {splits} envs, got {whole.num_envs}")
-        moves = shared_moves(whole)
-        envs = [make_env(part, obs_dtype, device, max_steps, undo) for part in split_async(whole, splits)]
+        return MadeEnvs([env for env, _ in parts], None, here)
 
-    return [env for env, _ in envs], moves, made
+    whole, here = make_env(create_env_fn, None, None, None, undo)
+    if not isinstance(whole, AsyncVectorEnv):
+        raise ValueError(
+            f"splits={splits} can divide only a gymnasium.vector.AsyncVectorEnv, got "
+            f"{type(whole).__name__}: pass a list of {splits} envs (the parts of a pool) or of functions "
+            "that make them"
+        )
+    if splits > whole.num_envs:
+        raise ValueError(f"splits={splits} needs at least {splits} envs, got {whole.num_envs}")
+
+    moves = shared_moves(whole)
+    return MadeEnvs([make(part)[0] for part in split_async(whole, splits)], moves, here)

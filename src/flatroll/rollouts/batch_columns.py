@@ -1,7 +1,7 @@
 """The columns of a collected batch: their keys, writers and specs."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from gymnasium.vector import VectorEnv
@@ -39,6 +39,8 @@ from flatroll.wrappers.markers import (
 )
 from flatroll.wrappers.source import EnvLike, layers
 
+Marker = TypeVar("Marker", bound=MarkerWrapper)
+
 #: Column that marks rows on which the env only reset; never in a batch.
 DEAD = ("collector", "_dead")
 
@@ -70,20 +72,26 @@ class ColumnKeys:
 
         # Step counters: ("next", key) is one more.
         self.counts = [m.key for m in markers if isinstance(m, StepCounter)]
-        self.traj: NestedKey = next((m.key for m in markers if isinstance(m, TrajId)), TRAJ_IDS)
-        self.init: NestedKey = next((m.key for m in markers if isinstance(m, InitTracker)), IS_INIT)
-        self.has_ids = any(isinstance(m, TrajId) for m in markers)
-        self.returns = next((next_key(m.key) for m in markers if isinstance(m, RewardSum)), None)
+        ids = _first(markers, TrajId)
+        self.has_ids = ids is not None
+        self.traj: NestedKey = TRAJ_IDS if ids is None else ids.key
+        inits = _first(markers, InitTracker)
+        self.init: NestedKey = IS_INIT if inits is None else inits.key
 
         # Columns that are always float32, even if a wrapper changes their dtype.
-        self.float32: set[NestedKey] = {REWARD} if self.returns is None else {REWARD, self.returns}
-        # Observations whose next one is stored as a difference, and the differences' dtype.
-        delta = find_wrapper(env, ObservationDelta)
-        self.deltas: Sequence[NestedKey] = () if delta is None else delta.keys
+        self.float32: set[NestedKey] = {REWARD}
+        self.returns: NestedKey | None = None  # the sum of an episode's rewards so far
+        returns = _first(markers, RewardSum)
+        if returns is not None:
+            self.returns = next_key(returns.key)
+            self.float32.add(self.returns)
 
-        if delta is None:
-            self.delta_dtype = torch.float16
-        else:
+        # Observations whose next one is stored as a difference, and the differences' dtype.
+        self.deltas: Sequence[NestedKey] = ()
+        self.delta_dtype = torch.float16
+        delta = find_wrapper(env, ObservationDelta)
+        if delta is not None:
+            self.deltas = delta.keys
             self.delta_dtype = delta.delta_dtype
 
         self.infos = tuple(info_keys)
@@ -91,31 +99,36 @@ class ColumnKeys:
         self.strided = False  # whether only the rows marked by ("collector", "has_state") store them
 
         # Columns of shape [N, 1] if they hold one number per row.
-        self.trailing: set[NestedKey] = {REWARD, TERMINATED, TRUNCATED, *self.nexts, *self.roots} - {
-            self.traj
-        }
+        flags_and_markers = {REWARD, TERMINATED, TRUNCATED, *self.nexts, *self.roots}
+        self.trailing: set[NestedKey] = flags_and_markers - {self.traj}
         self.next_of = {key: next_key(key) for key in (*self.obs, *self.roots)}
-        self._writers: dict[tuple[str, ...], str] = {}
-        self.claim("the collector", REWARD, TERMINATED, TRUNCATED, DONE, NEXT_KNOWN, DEAD)
-        stream = find_stream(env)
 
         # Columns with the agent, game and game step of each row, if rows are agents.
-        self.agents = (
-            (AGENT, GAME, GAME_STEP, NUM_AGENTS)
-            if stream is not None and stream.source.agents is not None
-            else ()
-        )
+        stream = find_stream(env)
+        self.agents: tuple[NestedKey, ...] = ()
+        if stream is not None and stream.source.agents is not None:
+            self.agents = (AGENT, GAME, GAME_STEP, NUM_AGENTS)
 
+        self._writers: dict[tuple[str, ...], str] = {}
+        self._claim_all(markers)
+
+    def _claim_all(self, markers: Sequence[MarkerWrapper]) -> None:
+        """Claim the columns that the env's stack and the collector write."""
+        self.claim("the collector", REWARD, TERMINATED, TRUNCATED, DONE, NEXT_KNOWN, DEAD)
         self.claim("the env's agents", *self.agents)
         self.claim("the policy's action", *self.actions)
         self.claim("the observation", *self.obs, *(self.next_of[key] for key in self.obs))
 
         for marker in markers:
-            key = next_key(marker.key) if marker.describes_step else marker.key
-            counted = (next_key(key),) if isinstance(marker, StepCounter) else ()
-            self.claim(type(marker).__name__, key, *counted)
+            key = marker.key
+            if marker.describes_step:
+                key = next_key(key)
+            written = [key]
+            if isinstance(marker, StepCounter):
+                written.append(next_key(key))
+            self.claim(type(marker).__name__, *written)
 
-        if delta is not None:
+        if self.deltas:
             self.claim("NextObservationDelta", DELTA)
         for name in self.infos:
             self.claim("info_keys", name, next_key(name))
@@ -131,6 +144,11 @@ class ColumnKeys:
                     )
 
         self._writers.update((as_tuple(key), writer) for key in keys)
+
+
+def _first(markers: Sequence[MarkerWrapper], kind: type[Marker]) -> Marker | None:
+    """Return the first marker of this class, or None."""
+    return next((marker for marker in markers if isinstance(marker, kind)), None)
 
 
 def batch_spec(env: EnvLike) -> Composite:

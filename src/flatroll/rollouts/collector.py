@@ -1,19 +1,17 @@
 """`Collector`: turns env steps into flat marked batches of an exact number of rows."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from time import perf_counter
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, Unpack
 
 import numpy as np
 import torch
 from tensordict import TensorDict
-from tensordict.nn import InteractionType
-from torch import Tensor, nn
+from torch import nn
 
-from flatroll.layout.checks import SCALED, check_flags, check_function, check_seed, warn_of_scales
+from flatroll.layout.checks import SCALED, check_flags, check_seed, warn_of_scales
 from flatroll.layout.inspect.text import Facts
-from flatroll.layout.keys import DONE, NestedKey, marker, require
 from flatroll.layout.trajectories import mark_cuts, split_trajectories
 from flatroll.layout.transfers import move_batch
 from flatroll.rollouts.arguments import (
@@ -25,17 +23,18 @@ from flatroll.rollouts.arguments import (
     make_envs,
 )
 from flatroll.rollouts.batch_columns import spec_of_columns
+from flatroll.rollouts.env_facts import read_env
+from flatroll.rollouts.options import CollectorKeywords, CollectorOptions, Device, takes_options
 from flatroll.rollouts.policies import Policy, Weights, copy_weights
-from flatroll.rollouts.pool_runner import PoolRunner, lead_pool
+from flatroll.rollouts.pool_runner import PoolRunner
 from flatroll.rollouts.progress import ProgressBar
-from flatroll.rollouts.runner import Runner
-from flatroll.rollouts.splits import SplitRunner
+from flatroll.rollouts.runner import Runner, RunnerOptions
+from flatroll.rollouts.splits import SplitRunner, make_runner
+from flatroll.rollouts.trajectory_joiner import TrajectoryJoiner
 from flatroll.rollouts.window import compact_batch
 from flatroll.specs import Composite
 from flatroll.wrappers.adapt_env import find_stream, scales_by_running_statistics
 from flatroll.wrappers.markers import TrajId, find_wrapper, recurrent_states
-
-Device = torch.device | str | None
 
 
 class Sink(Protocol):
@@ -140,6 +139,7 @@ class Collector(Facts):
     _version = 0  # policy version
     _runner: Runner | SplitRunner | PoolRunner
 
+    @takes_options(CollectorOptions)
     def __init__(
         self,
         create_env_fn: EnvSource,
@@ -148,54 +148,20 @@ class Collector(Facts):
         frames_per_batch: int,
         total_frames: int = -1,
         device: Device = None,
-        env_device: Device = None,
-        policy_device: Device = None,
         storing_device: Device = None,
-        no_cuda_sync: bool = False,
-        obs_dtype: torch.dtype | None = None,
-        compact_obs: bool = False,
-        track_traj_ids: bool = True,
         trajs_per_batch: int | None = None,
-        set_truncated: bool = False,
-        max_frames_per_traj: int | None = None,
         init_random_frames: int = 0,
-        reset_at_each_iter: bool = False,
-        split_trajs: bool = False,
-        postproc: Callable[[TensorDict], TensorDict] | None = None,
-        pre_collect_hook: Callable[[], Any] | None = None,
-        post_collect_hook: Callable[[TensorDict], Any] | None = None,
         replay_buffer: Sink | None = None,
-        auto_register_policy_transforms: bool | None = True,
-        state_stride: int = 1,
-        info_keys: Sequence[NestedKey] = (),
-        exploration_type: InteractionType | str = InteractionType.RANDOM,
-        splits: int = 1,
         seed: int | None = None,
         writer: int = 0,
-        track_policy_version: bool = False,
         interruptor: Interruptor | None = None,
         progress: bool = False,
+        **options: Unpack[CollectorKeywords],
     ) -> None:
-        exploration = check_exploration_type(exploration_type)
-        check_flags(
-            compact_obs=compact_obs,
-            track_traj_ids=track_traj_ids,
-            set_truncated=set_truncated,
-            reset_at_each_iter=reset_at_each_iter,
-            split_trajs=split_trajs,
-            track_policy_version=track_policy_version,
-            progress=progress,
-        )
-        hooks = {
-            "postproc": postproc,
-            "pre_collect_hook": pre_collect_hook,
-            "post_collect_hook": post_collect_hook,
-        }
-        for name, hook in hooks.items():
-            if hook is not None:
-                check_function(name, hook)
-        if auto_register_policy_transforms is not None:
-            check_flags(auto_register_policy_transforms=auto_register_policy_transforms)
+        chosen = CollectorOptions.read("Collector", options)
+        exploration = check_exploration_type(chosen.exploration_type)
+        chosen.check()
+        check_flags(progress=progress)
         if seed is not None:
             seed = check_seed("seed", seed)
         check_counts(
@@ -203,59 +169,61 @@ class Collector(Facts):
             total_frames=total_frames,
             trajs_per_batch=trajs_per_batch,
             init_random_frames=init_random_frames,
-            max_frames_per_traj=max_frames_per_traj,
-            state_stride=state_stride,
-            splits=splits,
+            max_frames_per_traj=chosen.max_frames_per_traj,
+            state_stride=chosen.state_stride,
+            splits=chosen.splits,
         )
-        check_together(track_traj_ids, trajs_per_batch, split_trajs, replay_buffer is not None, interruptor)
+        check_together(chosen, trajs_per_batch, replay_buffer, interruptor)
+        if replay_buffer is not None and not hasattr(replay_buffer, "extend"):
+            wanted = "have a method extend, as a ReplayBuffer has"
+            raise TypeError(f"replay_buffer must {wanted}, got {type(replay_buffer).__name__}")
+
         with ExitStack() as undo:
-            envs, moves, self._made_env = make_envs(
-                create_env_fn, splits, obs_dtype, env_device, max_frames_per_traj, undo
+            made = make_envs(create_env_fn, chosen, undo)
+            facts = [read_env(env, chosen.info_keys, chosen.track_traj_ids, writer) for env in made.envs]
+            devices = make_devices(
+                facts[0].device,
+                device=device,
+                env_device=chosen.env_device,
+                policy_device=chosen.policy_device,
+                storing_device=storing_device,
+                no_cuda_sync=chosen.no_cuda_sync,
             )
-            parts = [Runner(env, info_keys, track_traj_ids, writer, track_policy_version) for env in envs]
-            runner = lead_pool(parts[0]) if splits == 1 else SplitRunner(parts, moves)
-            given = device, env_device, policy_device, storing_device, no_cuda_sync
-            devices = make_devices(runner.device, *given)
-            steps = -(-frames_per_batch // runner.num_envs)  # rounded up
-            wire = auto_register_policy_transforms is not False
-            runner.start(
-                policy,
-                steps,
+            acting = RunnerOptions(
                 devices=devices,
                 exploration=exploration,
                 seed=seed,
-                recurrent=wire,
-                state_stride=state_stride,
+                recurrent=chosen.auto_register_policy_transforms is not False,
+                state_stride=chosen.state_stride,
+                track_version=chosen.track_policy_version,
             )
+            runner = make_runner(facts, made.moves, policy, frames_per_batch, acting)
             undo.pop_all()
-        self._runner = runner
-        self._devices = devices
+
         self.env = runner.env
         self.policy = policy
         self.frames_per_batch = frames_per_batch
         self.total_frames = total_frames
+        self._options = chosen
+        self._runner = runner
+        self._devices = devices
+        self._made_env = made.here
         self._random_frames = init_random_frames
-        self._reset_each_iter = reset_at_each_iter
-        self._set_truncated = set_truncated
-        self._split_trajs = split_trajs
-        if replay_buffer is not None and not hasattr(replay_buffer, "extend"):
-            wanted = "have a method extend, as a ReplayBuffer has"
-            raise TypeError(f"replay_buffer must {wanted}, got {type(replay_buffer).__name__}")
-        self._postproc = postproc
         self._buffer = replay_buffer
         self._interruptor = interruptor
-        self._pre_hook = pre_collect_hook
-        self._post_hook = post_collect_hook
-        self._compact = compact_obs or runner.asks_compact
-        self._scaled = any(map(scales_by_running_statistics, runner.envs))
-        if self._scaled and replay_buffer is not None:
-            warn_of_scales(stacklevel=2)
-        self._joiner = TrajectoryJoiner(trajs_per_batch, runner.keys.traj) if trajs_per_batch else None
+        self._compact = chosen.compact_obs or facts[0].asks_compact
+        self._scaled = any(map(scales_by_running_statistics, made.envs))
+        self._joiner = None
+        if trajs_per_batch:
+            self._joiner = TrajectoryJoiner(trajs_per_batch, runner.keys.traj)
         self._bar = ProgressBar(total_frames, runner.keys.returns)
         self._seed = seed
         self._seeded_at = 0
         self._progress = progress
         self._closed = False
+
+        if self._scaled and replay_buffer is not None:
+            warn_of_scales(stacklevel=2)
         note_spec = getattr(replay_buffer, "note_spec", None)
         if note_spec is not None:
             note_spec(self.spec)
@@ -465,7 +433,13 @@ class Collector(Facts):
         """Collect what is yielded next, as a 1-tuple; None once ``total`` rows are collected."""
         final = self.final
         try:
-            collected = self._next_batch(total)
+            if self._joiner is not None:
+                collected = self._collect_trajectories(self._joiner, total)
+            elif 0 < total <= self._frames:
+                collected = None
+            else:
+                collected = self._collect(self._options.reset_at_each_iter)
+
             if collected is None:
                 return None
             return (self._deliver(*collected),)
@@ -478,29 +452,28 @@ class Collector(Facts):
             self._bar.close()
             raise
 
-    def _next_batch(self, total: int) -> tuple[TensorDict, TensorDict | None] | None:
-        """Return the next window or the next joined trajectories, with its *final*; None after the last."""
-        joiner = self._joiner
-        keys = self._runner.keys
+    def _collect_trajectories(
+        self, joiner: TrajectoryJoiner, total: int
+    ) -> tuple[TensorDict, TensorDict | None] | None:
+        """Collect windows until they complete a batch of trajectories; return it with its *final*, None at the end."""
+        reset_first = self._options.reset_at_each_iter
+        stop = self._interruptor
         note = getattr(self._buffer, "note_waiting", None)
-        reset_first = self._reset_each_iter
+
         while True:
             ends = 0 < total <= self._frames
-            if joiner is not None:
-                joined = joiner.pop(
-                    last=ends or (self._interruptor is not None and self._interruptor.is_set())
-                )
-                if joined is not None:
-                    if self._compact:
-                        return compact_batch(joined, keys)
-                    return (joined, None)
-                if note is not None:
-                    note(joiner.waiting)
+            joined = joiner.pop(last=ends or (stop is not None and stop.is_set()))
+            if joined is not None:
+                if self._compact:
+                    return compact_batch(joined, self._runner.keys)
+                return joined, None
+
+            if note is not None:
+                note(joiner.waiting)
             if ends:
                 return None
-            batch, final = self._collect(reset_first)
-            if joiner is None:
-                return batch, final
+
+            batch, _ = self._collect(reset_first)
             # Windows of one batch continue: an episode longer than a window must be able to end.
             reset_first = False
             joiner.add(batch)
@@ -508,132 +481,98 @@ class Collector(Facts):
 
     def _collect(self, reset_first: bool) -> tuple[TensorDict, TensorDict | None]:
         """Collect a window of ``frames_per_batch`` rows, fewer if interrupted; of new episodes if ``reset_first``."""
-        if self._pre_hook is not None:
-            self._pre_hook()
+        if self._options.pre_collect_hook is not None:
+            self._options.pre_collect_hook()
         began = perf_counter()
         runner = self._runner
-        frames = self.frames_per_batch
-        random_frames = self._random_frames
+
         with torch.no_grad():
             if not runner.started:
-                seed = self._seed
-                if seed is not None and self._frames != self._seeded_at:
-                    # A resumed run must not repeat its first episodes. (Unseeded envs have different episodes anyway.)
-                    seed = int(np.random.SeedSequence((seed, self._frames)).generate_state(1)[0] >> 1)
-                    streams = map(find_stream, runner.envs)
-                    if not any(stream is not None and stream.capabilities.seedable for stream in streams):
-                        seed = None
-                runner.reset(seed)
-            elif reset_first and runner.window.count() < frames:
+                runner.reset(self._first_seed())
+            elif reset_first and runner.window.count() < self.frames_per_batch:
                 runner.reset()
-            may_be_random = self._frames < random_frames
-            stop = self._interruptor
-            while (missing := frames - runner.window.count()) > 0:
-                # The minimum number of vector steps; more may be needed if envs only reset in some rows.
-                for _ in range(-(-missing // runner.num_envs)):
-                    if stop is not None and stop.is_set() and (count := runner.window.count()):
-                        frames = count
-                        break
-                    # Counting rows may sync with the device: do it only while random rows are needed.
-                    random = may_be_random and self._frames + runner.window.count() < random_frames
-                    runner.step(random)
+            frames = self._step_until(self.frames_per_batch)
+
             # Take the first rows in time order; the rest of the last vector step stays for the next batch.
             mask, reached = runner.window.first_cells(frames)
             batch, final = runner.lay_out(mask, self._compact and self._joiner is None)
             runner.window.restart(reached)
+
         if self._progress:
             self._bar.show(batch, self._frames, began)
         self._frames += frames
         return batch, final
 
+    def _first_seed(self) -> int | None:
+        """Return the seed of the env's first reset, which in a resumed run must not repeat its first episodes."""
+        seed = self._seed
+        if seed is None or self._frames == self._seeded_at:
+            return seed
+
+        # Unseeded envs have different episodes anyway.
+        streams = map(find_stream, self._runner.envs)
+        if not any(stream is not None and stream.capabilities.seedable for stream in streams):
+            return None
+        return int(np.random.SeedSequence((seed, self._frames)).generate_state(1)[0] >> 1)
+
+    def _step_until(self, frames: int) -> int:
+        """Step until the window has ``frames`` rows; return how many it shall give, fewer if interrupted."""
+        runner = self._runner
+        window = runner.window
+        stop = self._interruptor
+        random_frames = self._random_frames
+        may_be_random = self._frames < random_frames
+
+        while (missing := frames - window.count()) > 0:
+            # The minimum number of vector steps; more may be needed if envs only reset in some rows.
+            for _ in range(-(-missing // runner.num_envs)):
+                if stop is not None and stop.is_set() and (count := window.count()):
+                    return count
+                # Counting rows may sync with the device: do it only while random rows are needed.
+                random = may_be_random and self._frames + window.count() < random_frames
+                runner.step(random)
+
+        return frames
+
     def _deliver(self, batch: TensorDict, final: TensorDict | None) -> TensorDict | None:
         """Return the batch with cut marks, moved and post-processed; None if a buffer took it."""
+        options = self._options
         keys = self._runner.keys
-        if self._set_truncated:
+        if options.set_truncated:
             batch = mark_cuts(batch, is_init_key=keys.init, traj_key=keys.traj)
-        storing = self._devices.storing
-        if storing is not None:
-            # Only the caller can read a batch later than it comes.
-            readers = self._postproc, self._post_hook, self._buffer
-            read_here = self._split_trajs or any(reader is not None for reader in readers)
-            wait = self._devices.blocking or read_here
-            if final is not None:
-                final = move_batch(final, storing, wait=wait)
-            batch = move_batch(batch, storing, wait=wait)
+        if self._devices.storing is not None:
+            batch, final = self._store_on(self._devices.storing, batch, final)
         self.final = final
+
         if self._scaled:
             setattr(batch, SCALED, self._buffer is None)  # a buffer has warned already
-        if self._split_trajs:
+        if options.split_trajs:
             batch = split_trajectories(batch, trajectory_key=keys.traj)
-        if self._postproc is not None:
-            batch = self._postproc(batch)
+        if options.postproc is not None:
+            batch = options.postproc(batch)
             if batch is None:
                 raise TypeError("postproc returned None: it must return the batch")
-        if self._post_hook is not None:
-            self._post_hook(batch)
+        if options.post_collect_hook is not None:
+            options.post_collect_hook(batch)
+
         if self._buffer is None:
             return batch
-        self._buffer.extend(batch, **({} if final is None else {"final": final}))
+        if final is None:
+            self._buffer.extend(batch)
+        else:
+            self._buffer.extend(batch, final=final)
         return None
 
+    def _store_on(
+        self, device: torch.device, batch: TensorDict, final: TensorDict | None
+    ) -> tuple[TensorDict, TensorDict | None]:
+        """Move a batch and its *final*; wait for the copies if anything here reads them."""
+        options = self._options
+        # Only the caller can read a batch later than it comes.
+        readers = options.postproc, options.post_collect_hook, self._buffer
+        read_here = options.split_trajs or any(reader is not None for reader in readers)
+        wait = self._devices.blocking or read_here
 
-class TrajectoryJoiner:
-    """Keeps the rows of unfinished trajectories until they end, and returns complete trajectories.
-
-    Complete trajectories are ordered by the window in which they ended, then by id. The first ones of a run are
-    therefore short; over a whole run only open trajectories are left out.
-
-    Args:
-        per_batch: complete trajectories per batch.
-        traj_key: the key of the trajectory ids.
-    """
-
-    def __init__(self, per_batch: int, traj_key: NestedKey) -> None:
-        self.per_batch = per_batch
-        self._traj_key = traj_key
-        self._open: TensorDict | None = None
-        self._ready: list[TensorDict] = []
-
-    @property
-    def waiting(self) -> int:
-        """Number of rows that are not yet in a batch."""
-        return sum(map(len, self._ready)) + (0 if self._open is None else len(self._open))
-
-    def add(self, batch: TensorDict) -> None:
-        """Add a flat batch; trajectories that it completes become available to :meth:`pop`."""
-        if self._open is None:
-            rows = batch
-        else:
-            rows = cast(TensorDict, TensorDict.cat([self._open, batch]))
-        # Stable: the rows of one trajectory keep their order in time.
-        rows = rows[require(rows, self._traj_key).argsort(stable=True)]
-        ids = require(rows, self._traj_key)
-        # Rows are sorted by id: find the last row of each trajectory (bool [N]) and its row count.
-        last = torch.ones_like(ids, dtype=torch.bool)
-        last[:-1] = ids[1:] != ids[:-1]
-        lengths = last.nonzero().squeeze(-1).diff(prepend=ids.new_tensor([-1]))
-        complete = marker(rows, DONE)[last]
-        if not bool(complete.any()):
-            self._open = rows
-            return
-        mask = complete.repeat_interleave(lengths)  # from one bool per trajectory to one per row
-        self._open = rows[~mask]
-        pieces: Any = rows[mask].split(lengths[complete].tolist())
-        self._ready.extend(pieces)
-
-    def pop(self, last: bool) -> TensorDict | None:
-        """Return the next ``per_batch`` complete trajectories, or fewer if it is the last batch; or None."""
-        if len(self._ready) < (1 if last else self.per_batch):
-            return None
-        ready = self._ready[: self.per_batch]
-        self._ready = self._ready[self.per_batch :]
-        return cast(TensorDict, TensorDict.cat(ready))
-
-    def drop_open_but(self, ids: Tensor) -> None:
-        """Drop unfinished trajectories whose ids are not in ``ids``: a reset has cut them."""
-        if self._open is not None:
-            self._open = self._open[torch.isin(require(self._open, self._traj_key), ids)]
-
-    def drop_open(self) -> None:
-        """Drop all unfinished trajectories."""
-        self._open = None
+        if final is not None:
+            final = move_batch(final, device, wait=wait)
+        return move_batch(batch, device, wait=wait), final

@@ -23,9 +23,10 @@ from flatroll.layout.checks import (
 )
 from flatroll.layout.keys import REWARD, TERMINATED, TRUNCATED, NestedKey, as_tuple, next_key
 from flatroll.rollouts.arguments import check_exploration_type, make_devices, make_env
+from flatroll.rollouts.env_facts import read_env
 from flatroll.rollouts.policies import Policy
 from flatroll.rollouts.pool_runner import PoolRunner, lead_pool
-from flatroll.rollouts.runner import Runner
+from flatroll.rollouts.runner import Runner, RunnerOptions
 from flatroll.wrappers.adapt_env import wrappers_within
 from flatroll.wrappers.arrays import Array, to_torch
 from flatroll.wrappers.markers import MarkerWrapper, StepCounter
@@ -176,12 +177,13 @@ def evaluate(
             undo.pop_all()
         names = check_key_names("info_keys", info_keys)
         marked = _columns_of_markers(made, names)
-        runner = lead_pool(Runner(made, info_keys=[name for name in names if name not in marked]))
-        devices = make_devices(runner.device, policy_device=policy_device)
+        facts = read_env(made, info_keys=[name for name in names if name not in marked])
+        devices = make_devices(facts.device, policy_device=policy_device)
 
         # Only random actions need a seed: without one their generator would draw it from torch's global one.
         random_seed = seed if policy is None else 0
-        runner.start(policy, _STEPS_BETWEEN_LOOKS, devices=devices, exploration=exploration, seed=random_seed)
+        options = RunnerOptions(devices=devices, exploration=exploration, seed=random_seed)
+        runner = lead_pool(facts, policy, _STEPS_BETWEEN_LOOKS, options)
 
         # Env e plays (episodes + e) // E episodes, as in SB3.
         goal = (episodes + np.arange(runner.num_envs)) // runner.num_envs

@@ -1,12 +1,14 @@
-"""Calls policies on the columns of one step: tensordict modules, or callables from observation to action."""
+"""Calls policies on the columns of one step, tensordict modules or callables; checks the actions of a batch."""
 
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from threading import RLock
 from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar
 
+import numpy as np
 import torch
 from gymnasium import spaces
 from tensordict import TensorDict, TensorDictBase
@@ -24,7 +26,7 @@ from flatroll.layout.tensordict_seam import (
 )
 from flatroll.layout.transfers import move
 from flatroll.rollouts.arguments import Devices
-from flatroll.wrappers.arrays import Array, Tree, map_tree, to_torch
+from flatroll.wrappers.arrays import Array, Tree, action_limits, map_tree, to_torch
 from flatroll.wrappers.markers import recurrent_states
 
 T = TypeVar("T")
@@ -134,6 +136,7 @@ class ModulePolicy:
         action_keys: Sequence[NestedKey],  # keys of its leaves
         num_envs: int,
         devices: Devices,
+        exploration: InteractionType,  # how its probabilistic modules choose actions
         *,
         recurrent: bool = True,  # use the recurrent states that the policy declares (make_tensordict_primer)
         primed: Mapping[NestedKey, Tensor]
@@ -143,30 +146,22 @@ class ModulePolicy:
         self._space = space
         self._num_envs = num_envs
         self._devices = devices
-        out_keys = map(as_tuple, (*policy.out_keys, *find_base_keys(policy)))
+        self._exploration = exploration
         leaves = [*map(as_tuple, action_keys)]
-        parts = policy.modules() if isinstance(policy, nn.Module) else ()
-        recomputed = {as_tuple(key) for part in parts for key in getattr(part, "recomputed_keys", ())}
-
         #: The columns that it may write.
-        self.writes: list[NestedKey] = [
-            plain_key(key)
-            for key in dict.fromkeys(out_keys)
-            if not key[-1].startswith("_")
-            and key not in recomputed
-            and not any(leaf[: len(key)] == key for leaf in leaves)
-        ]
+        self.writes = _columns_of(policy, leaves)
 
         # Entries next to the parts of an action: columns, and what a CompositeDistribution also writes there.
         scores = [(*leaf[:-1], f"{leaf[-1]}_log_prob") for leaf in leaves if len(leaf) > 1]
         self._beside = [key for key in (*map(as_tuple, self.writes), *scores) if key[0] == ACTION]
-        states = recurrent_states(policy) if recurrent else {}
 
         #: The initial values of its recurrent states, for one row.
-        self.defaults: Columns = {key: value.to(devices.env) for key, value in states.items()}
-
+        self.defaults: Columns = {}
+        if recurrent:
+            self.defaults = {key: value.to(devices.env) for key, value in recurrent_states(policy).items()}
+        written = set(map(as_tuple, self.writes))
         for key in self.defaults:
-            if next_key(key) not in map(as_tuple, self.writes):
+            if next_key(key) not in written:
                 raise ValueError(
                     f"the policy has the recurrent state {key!r} but not {next_key(key)!r} in its out_keys "
                     f"{list(policy.out_keys)}: it would lose its state at every step. Keep it with select_out_keys(...)"
@@ -174,8 +169,6 @@ class ModulePolicy:
 
         if recurrent and primed:
             self.prime(primed)
-        else:
-            self.prime({})
 
         self._written: list[NestedKey] | None = None  # the keys of `writes` that it has written
         self._on_columns: ColumnActor | None = None  # its parts, if they are known
@@ -189,11 +182,30 @@ class ModulePolicy:
 
     def __call__(self, columns: Columns) -> tuple[Any, Columns]:
         """Return the action and the other columns; recurrent states in these are the ones before the step."""
-        if self._on_columns is not None:
-            drawn = self._call_parts(self._on_columns, columns)
-            if drawn is not None:
-                return drawn
+        actor = self._on_columns
+        if actor is None:
+            return self._call_as_it_is(columns)
 
+        made = dict(columns)
+        try:
+            acted = actor(made)
+        except RuntimeError as error:
+            _note_input(error, self._policy, columns.values())
+            raise
+
+        assert self._written is not None  # by the first call, which was not of the parts
+        if not acted or not all(key in made for key in self._written):
+            # whatever it is, the next steps would meet it again
+            self._on_columns = None
+            return self._call_as_it_is(columns)
+
+        written = {key: made[key] for key in self._written}
+        for key in self.defaults:
+            written[key] = made[key]
+        return made[ACTION], written
+
+    def _call_as_it_is(self, columns: Columns) -> tuple[Any, Columns]:
+        """Do the same with a tensordict; the first call looks for the parts of the policy and for what it writes."""
         if self._devices.policy is not None:
             # The columns change only after this call, which waits for the action if it is on a device.
             moved = move(list(columns.values()), self._devices.policy, held=True)
@@ -214,10 +226,8 @@ class ModulePolicy:
             raise _no_action_error(self._policy, f"entries {sorted(map(str, out.keys(True, True)))}")
 
         if self._written is None:
-            self._written = [key for key in self.writes if out.get(key, None) is not None]
-            self._beside = [key for key in self._beside if out.get(key, None) is not None]
-            if self._devices.policy is None and not isinstance(action, TensorDictBase):
-                self._on_columns = ColumnActor.of(self._policy)
+            self._note_first(out, action)
+            assert self._written is not None
 
         # A key that was written before but is missing now raises KeyError here.
         written = {key: out[key] for key in self._written}
@@ -261,25 +271,107 @@ class ModulePolicy:
             return nest(parts, *action.batch_size), written
         return parts[ACTION], written
 
-    def _call_parts(self, actor: ColumnActor, columns: Columns) -> tuple[Any, Columns] | None:
-        """Do the same with the parts of the policy; None if it must be called as it is."""
-        made = dict(columns)
-        try:
-            acted = actor(made)
-        except RuntimeError as error:
-            _note_input(error, self._policy, columns.values())
-            raise
+    def _note_first(self, out: TensorDictBase, action: Any) -> None:
+        """Note what the first call wrote, and the parts of the policy if later calls can be of these."""
+        self._written = [key for key in self.writes if out.get(key, None) is not None]
+        self._beside = [key for key in self._beside if out.get(key, None) is not None]
+        if self._devices.policy is not None or isinstance(action, TensorDictBase):
+            return
 
-        assert self._written is not None  # by the first call, which was not of the parts
-        if not acted or not all(key in made for key in self._written):
-            # whatever it is, the next steps would meet it again
-            self._on_columns = None
-            return None
+        actor = ColumnActor.of(self._policy)
+        if actor is not None and (self._exploration is InteractionType.RANDOM or not actor.draws):
+            self._on_columns = actor
 
-        written = {key: made[key] for key in self._written}
-        for key in self.defaults:
-            written[key] = made[key]
-        return made[ACTION], written
+
+def _columns_of(policy: PolicyModule, leaves: Sequence[tuple[str, ...]]) -> list[NestedKey]:
+    """Return the columns that a policy may write besides the action, whose parts are ``leaves``."""
+    parts = policy.modules() if isinstance(policy, nn.Module) else ()
+    recomputed = {as_tuple(key) for part in parts for key in getattr(part, "recomputed_keys", ())}
+    inner = {
+        leaf[:length] for leaf in leaves for length in range(1, len(leaf) + 1)
+    }  # parts, and what holds them
+
+    out_keys = dict.fromkeys(map(as_tuple, (*policy.out_keys, *find_base_keys(policy))))
+    return [
+        plain_key(key)
+        for key in out_keys
+        if not key[-1].startswith("_") and key not in recomputed and key not in inner
+    ]
+
+
+class ActionRange:
+    """Raises ValueError for discrete actions outside the space and warns once about actions outside a Box.
+
+    A Box's limits may be exceeded on purpose: the env receives the actions unchanged. Actions on a GPU cause no sync:
+    their minimum and maximum are copied asynchronously and checked with a later batch.
+
+    Args:
+        space: the actions of one env.
+        keys, paths: of the space's leaves, in a batch and in a tree of actions.
+        device: device of the batches.
+
+    >>> batch = TensorDict({"action": torch.tensor([0, 2])}, [2])
+    >>> ActionRange(spaces.Discrete(2), ["action"], [()], torch.device("cpu")).look(batch)
+    Traceback (most recent call last):
+    ...
+    ValueError: actions must lie in [0, 1] for Discrete(2), got 0 to 2
+    """
+
+    def __init__(
+        self,
+        space: spaces.Space[Any],
+        keys: Sequence[NestedKey],
+        paths: Sequence[tuple[Any, ...]],
+        device: torch.device,
+    ) -> None:
+        key_of = dict(zip(paths, keys, strict=True))
+        self._limits = [(key_of[path], limits) for path, limits in action_limits(space)]
+        if device.type == "meta":  # meta tensors have no values
+            self._limits = []
+        self._later = device.type != "cpu"
+        self._ends: dict[NestedKey, tuple[Tensor, Tensor]] = {}  # minimum and maximum, and their host copy
+
+    def look(self, batch: TensorDict) -> None:
+        """Check the actions of a batch."""
+        for key, limits in list(self._limits):
+            actions: Tensor = batch.get(key)
+            if self._later:
+                values = self._copy_extrema(key, actions)
+            else:
+                values = actions.numpy()
+            problem = limits.problem(values)
+            if problem is None:
+                continue
+            if not isinstance(limits.space, spaces.Box):
+                raise ValueError(problem)
+
+            self._limits.remove((key, limits))
+            warnings.warn(
+                f"{problem}: the env received them unchanged. Put gymnasium.wrappers.ClipAction or "
+                "RescaleAction around the env, or bound the policy's output",
+                stacklevel=2,
+            )
+
+    def _copy_extrema(self, key: NestedKey, actions: Tensor) -> "np.ndarray[Any, Any]":
+        """Return minimum and maximum ``[2, *S]`` of batches already copied, and start the copy of this batch's."""
+        ends = torch.stack([actions.amin(0), actions.amax(0)])
+        if key not in self._ends:
+            here = torch.empty(ends.shape, dtype=ends.dtype, pin_memory=actions.is_cuda)
+            limits = next(limits for own, limits in self._limits if own == key)
+
+            # The values until the first copy has finished.
+            for end, limit in zip(here, (limits.low, limits.high), strict=True):
+                end.copy_(torch.from_numpy(np.array(limit)))
+            self._ends[key] = ends, here
+            ends = ends.clone()
+
+        there, here = self._ends[key]
+        came = here.numpy().copy()
+        torch.minimum(there[0], ends[0], out=there[0])
+        torch.maximum(there[1], ends[1], out=there[1])
+        here.copy_(there, non_blocking=True)
+
+        return came
 
 
 def copy_weights(policy: object, weights: Weights) -> None:

@@ -1,7 +1,8 @@
 """Collects from an envpool in async mode: each step returns the envs that finish first; rows are kept per env."""
 
 from collections.abc import Iterable
-from typing import Any, Unpack
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor
 
 from flatroll.layout.keys import NestedKey
 from flatroll.rollouts.batch_columns import DEAD, ColumnKeys
+from flatroll.rollouts.env_facts import EnvFacts
 from flatroll.rollouts.policies import Columns, Policy, refuse_memory
 from flatroll.rollouts.random_actions import RandomActions
-from flatroll.rollouts.runner import Runner, StartOptions
+from flatroll.rollouts.runner import Runner, RunnerOptions
 from flatroll.rollouts.window import Window
 from flatroll.wrappers.adapt_env import find_stream
 from flatroll.wrappers.arrays import Array, Tree, map_tree, select
@@ -32,37 +34,26 @@ class PoolRunner:
     and recurrent states are gathered by env (`PoolRows`). Between batches E - B envs keep running.
     """
 
-    def __init__(self, part: Runner) -> None:
-        self.num_envs = part.num_envs
-        self.env = part.env
-        self.envs = part.envs
-        self.device = part.device
-        self.keys = part.keys
-        self.asks_compact = part.asks_compact
-        self._part = part
-        self._rows = part.env = PoolRows(part.env)
-        part.num_envs = self._rows.batch_size
-        part.set_version(0)
+    def __init__(self, facts: EnvFacts, policy: Policy | None, steps: int, options: RunnerOptions) -> None:
+        refuse_memory(policy, "with an envpool in async mode", "take a pool in sync mode")
+        self.num_envs = facts.num_envs
+        self.env = facts.env
+        self.envs = [facts.env]
+        self.device = facts.device
+        self.keys = facts.keys
+
+        self._rows = PoolRows(facts.env)
+        rows = replace(facts, env=self._rows, num_envs=self._rows.batch_size)
+        self._part = part = Runner(rows, policy, steps, replace(options, seed=0))
+        self.window = part.window = PoolWindow(self.keys, self._rows, steps)
+
+        #: Random actions of all envs, as of a sync pool.
+        self.random = RandomActions(part.random.space, self.num_envs, self.device, options.seed)
+        part.draw = self._draw
         self._states: Columns = {}  # [E, ...]; the runner holds those of the rows that it steps
         self._ages = np.zeros(self.num_envs, np.int64)
         self._ahead: list[Any] = []  # random actions [E, ...] that some envs have not used yet
         self._taken = np.zeros(self.num_envs, np.int64)  # number of them used by each env
-
-    def start(
-        self,
-        policy: Policy | None,
-        steps: int,
-        *,
-        seed: int | None,
-        **options: Unpack[StartOptions],
-    ) -> None:
-        """Set the policy and create a window for ``steps`` steps of each env; see `Runner.start`."""
-        refuse_memory(policy, "with an envpool in async mode", "take a pool in sync mode")
-        part = self._part
-        part.start(policy, steps, seed=0, **options)
-        self.random = RandomActions(part.random.space, self.num_envs, self.device, seed)
-        part.draw = self._draw
-        self.window = part.window = PoolWindow(self.keys, self._rows, steps)
 
     @property
     def started(self) -> bool:
@@ -131,11 +122,13 @@ class PoolRunner:
         return drawn
 
 
-def lead_pool(runner: Runner) -> "Runner | PoolRunner":
-    """Return the runner itself, or a `PoolRunner` around it if its env is an envpool in async mode."""
-    if runner.stream.capabilities.batch_size is None:
-        return runner
-    return PoolRunner(runner)
+def lead_pool(
+    facts: EnvFacts, policy: Policy | None, steps: int, options: RunnerOptions
+) -> "Runner | PoolRunner":
+    """Make a `Runner`, or a `PoolRunner` if the env is an envpool in async mode."""
+    if facts.stream.capabilities.batch_size is None:
+        return Runner(facts, policy, steps, options)
+    return PoolRunner(facts, policy, steps, options)
 
 
 class PoolWindow(Window):

@@ -12,9 +12,10 @@ from flatroll.layout.inspect.audit import audit
 from flatroll.layout.keys import NestedKey
 from flatroll.rollouts.arguments import check_exploration_type, make_devices
 from flatroll.rollouts.batch_columns import batch_spec
+from flatroll.rollouts.env_facts import read_env
 from flatroll.rollouts.policies import Policy
 from flatroll.rollouts.pool_runner import lead_pool
-from flatroll.rollouts.runner import Runner
+from flatroll.rollouts.runner import RunnerOptions
 from flatroll.wrappers.adapt_env import adapt_env
 from flatroll.wrappers.source import EnvLike
 from flatroll.wrappers.testing.check_env import ContractError, is_suspicion, vector_env_problems
@@ -64,9 +65,10 @@ def rollout(
         seed = check_seed("seed", seed)
     exploration = check_exploration_type(exploration_type)
     env = adapt_env(env, dtype=obs_dtype)
-    runner = lead_pool(Runner(env, info_keys=info_keys, writer=writer))
-    devices = make_devices(runner.device, policy_device=policy_device)
-    runner.start(policy, num_steps, devices=devices, exploration=exploration, seed=seed)
+    facts = read_env(env, info_keys, writer=writer)
+    devices = make_devices(facts.device, policy_device=policy_device)
+    options = RunnerOptions(devices=devices, exploration=exploration, seed=seed)
+    runner = lead_pool(facts, policy, num_steps, options)
 
     missing = num_steps
     with torch.no_grad():

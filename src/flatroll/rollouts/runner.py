@@ -1,18 +1,17 @@
 """The loop that steps an env with a policy and records transitions, shared by `rollout` and `Collector`."""
 
-import math
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Required, TypedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from gymnasium.vector import VectorEnv, VectorObservationWrapper, VectorRewardWrapper
 from tensordict import TensorDict
 from tensordict.nn import InteractionType
 from torch import Tensor
 
-from flatroll.layout.checks import check_key_names, check_options
+from flatroll.layout.checks import check_options
 from flatroll.layout.keys import (
     ACTION_MASK,
     HAS_STATE,
@@ -26,10 +25,12 @@ from flatroll.layout.keys import (
     plain_key,
 )
 from flatroll.layout.spaces import find_part, mask_form, option_counts
-from flatroll.rollouts.action_range import ActionRange
-from flatroll.rollouts.arguments import Devices, check_writer
-from flatroll.rollouts.batch_columns import DEAD, ColumnKeys
+from flatroll.rollouts.arguments import Devices
+from flatroll.rollouts.batch_columns import DEAD
+from flatroll.rollouts.env_facts import EnvFacts, check_overlaps
+from flatroll.rollouts.info_columns import InfoColumns, join_numbers
 from flatroll.rollouts.policies import (
+    ActionRange,
     Columns,
     ModulePolicy,
     Policy,
@@ -40,7 +41,6 @@ from flatroll.rollouts.policies import (
 )
 from flatroll.rollouts.random_actions import RandomActions, RandomPolicy
 from flatroll.rollouts.window import Window
-from flatroll.wrappers.adapt_env import adapt_env, find_stream
 from flatroll.wrappers.arrays import (
     ActionCheck,
     Array,
@@ -53,67 +53,67 @@ from flatroll.wrappers.arrays import (
     select,
     to_torch,
 )
-from flatroll.wrappers.compact import CompactObs
-from flatroll.wrappers.markers import (
-    InitTracker,
-    MarkerWrapper,
-    RecurrentPrimer,
-    RewardSum,
-    StepCounter,
-    TrajId,
-    find_wrapper,
-)
-from flatroll.wrappers.source import EnvLike, layers
-from flatroll.wrappers.stream import VectorStream
-
-#: If a step has at most this many bytes of observations, all next observations are written, not only those of
-#: ended rows.
-_FEW_BYTES = 1 << 17
-
-#: Markers that keep no reference to the arrays of a step.
-_KEEP_NOTHING = (InitTracker, StepCounter, TrajId, RewardSum, CompactObs, RecurrentPrimer)
+from flatroll.wrappers.markers import RecurrentPrimer, find_wrapper
+from flatroll.wrappers.stream import NOTHING_LENT, Lending
 
 
-class StartOptions(TypedDict, total=False):
-    """The options of `Runner.start` except ``seed``, which classes around a runner pass on."""
+@dataclass(frozen=True, kw_only=True)
+class RunnerOptions:
+    """How a runner acts.
 
-    devices: Required[Devices]
-    exploration: Required[InteractionType]
-    recurrent: bool
-    state_stride: int
+    Attributes:
+        devices: see `Devices`.
+        exploration: how probabilistic modules choose actions.
+        seed: of random actions.
+        recurrent: whether to carry the recurrent states that the policy declares.
+        state_stride: store them in every n-th row of a trajectory and in the first rows of runs.
+        track_version: whether to store the policy version in each row.
+        sends: whether `Runner.step` only begins steps, which `Runner.settle` awaits.
+    """
+
+    devices: Devices
+    exploration: InteractionType
+    seed: int | None = None
+    recurrent: bool = True
+    state_stride: int = 1
+    track_version: bool = False
+    sends: bool = False
 
 
 class Runner:
-    """Steps an env with a policy and builds batches; adds InitTracker and TrajId if they are missing."""
+    """Steps an env with a policy and builds batches.
 
-    def __init__(
-        self,
-        env: EnvLike,  # anything as_vector_env takes, or a stack of wrappers
-        # Stored entries: key before the step, ("next", key) after it.
-        info_keys: Sequence[NestedKey] = (),
-        track_traj_ids: bool = True,
-        writer: int = 0,  # makes ids unique among the writers of a buffer
-        track_version: bool = False,  # store the policy version in each row
-    ) -> None:
-        info_keys = check_key_names("info_keys", info_keys)
-        env = adapt_env(env)
-        if find_wrapper(env, InitTracker) is None:
-            env = InitTracker(env)
-        check_writer(writer, track_traj_ids, find_wrapper(env, TrajId))
-        if track_traj_ids and find_wrapper(env, TrajId) is None:
-            env = TrajId(env, writer=writer)
+    Args:
+        facts: what `read_env` has read.
+        policy: a tensordict module, a callable from observation to action, or None for random actions.
+        steps: capacity of the window in vector steps.
+        options: see `RunnerOptions`.
 
-        stream = find_stream(env)
-        assert stream is not None
-        self.env = env
-        self.envs = [env]
-        self.stream: VectorStream = stream
-        self.num_envs: int = env.num_envs
-        self.device = stream.capabilities.device
-        self.keys = ColumnKeys(env, info_keys)
-        self.asks_compact = find_wrapper(env, CompactObs) is not None
-        space = env.single_action_space
-        keys = self.keys
+    Raises:
+        ValueError: the policy writes columns of others, ``state_stride`` has no states, or the env cannot step in two
+            parts, as ``sends`` wants.
+    """
+
+    def __init__(self, facts: EnvFacts, policy: Policy | None, steps: int, options: RunnerOptions) -> None:
+        if options.sends:
+            check_overlaps(facts)
+        keys = facts.keys
+        stream = facts.stream
+        space = facts.env.single_action_space
+
+        self.env = facts.env
+        self.envs = [facts.env]
+        self.stream = stream
+        self.num_envs = facts.num_envs
+        self.device = facts.device
+        self.keys = keys
+        self.sends = options.sends
+        self._on_host = facts.on_host
+
+        # How the env's arrays are recorded.
+        self._dense_finals = facts.dense_finals
+        self._whole_finals = facts.whole_finals
+        self._looks_for_rewards = facts.shows_lost_rewards
         self._one_obs = keys.obs_paths == ((),)
         self._one_action = keys.action_paths == ((),)
         self._seen_keys = (*keys.obs, *keys.roots)
@@ -122,148 +122,91 @@ class Runner:
         if not stream.same_step:
             self._result_keys += (DEAD,)
 
-        self._on_host = stream.capabilities.framework == "numpy"
-        # The adapted env checks and keeps its actions; a wrapper in between may change them.
-        passing = (VectorStream, MarkerWrapper, VectorObservationWrapper, VectorRewardWrapper)
-        self._check_actions: ActionCheck | None = None
-        if not all(isinstance(layer, passing) for layer in layers(env)):
-            framework = stream.capabilities.framework
-            self._check_actions = ActionCheck(space, self.num_envs, framework, self.device)
-
-        # Unknown wrappers may keep the returned arrays.
-        self._lends = all(type(layer) in (VectorStream, *_KEEP_NOTHING) for layer in layers(env))
-        #: Checks the actions of each batch; None if they are random or a wrapper may change them.
-        self.action_range: ActionRange | None = None
-
-        # A SAME_STEP env returns the reset observation in an ended row; the final one is stored separately. For small
-        # observations writing all rows is as fast as finding the ended ones, which on a device would sync.
-        self._whole_finals = self._lends and stream.whole_finals
-        leaves: Any = [find_part(env.observation_space, path) for path in keys.obs_paths]
-        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-        self._dense_finals = stream.same_step and (
-            not self._on_host or (self._whole_finals and size <= _FEW_BYTES)
-        )
-        self.window: Window
-
-        #: Whether the env has been reset.
-        self.started = False
-        self._at = -1  # number of moves of the env at this runner's last step or reset
-
-        #: Whether `step` only starts a step, which `settle` waits for.
-        self.sends = False
-        self._sent: Tree = None  # the actions of the pending step
-        self._warned = False  # whether it has warned that other code moved the env
-
-        # Whether to warn if the env paid rewards in steps that only reset. A wrapper may add a constant to all rewards;
-        # an async pool's window has cells without values. On a device the question would sync once a batch.
-        can = stream.capabilities
-        shifts = any(
-            isinstance(layer, VectorRewardWrapper) for layer in (*layers(env), *layers(stream.source.env))
-        )
-        self._looks_for_rewards = not shifts and can.batch_size is None and can.device.type == "cpu"
-
-        #: The recurrent states ``[E, ...]`` that the next step starts from.
-        self.states: Columns = {}
-        self._defaults: Columns = {}
-        self._policy: ModulePolicy | Callable[[Any, Any], Any] | None = None
-        self._stride = 1
         self._versions: Array = None  # policy version of each env, int64 [E], if stored
-
-        if track_version:
+        if options.track_version:
             keys.claim("track_policy_version", POLICY_VERSION)
             self._versions = ()
             self.set_version(0)
 
-        # Whether the last step ended each env's episode, bool [E]; None after a reset.
-        self._ended: Array = None
-        self.age: Array = None  # steps since the first row of the episode
-        self._obs: Tree = None
-        self._info: dict[str, Any] = {}
-        self._infos = InfoColumns(env, stream, keys.infos)
-
-        # The masks in the policy's input: key -> number of options of each choice of its part of the action space.
-        self._masks: dict[NestedKey, tuple[int, ...]] = {}
-
-    def start(
-        self,
-        policy: Policy
-        | None,  # a tensordict module, a callable from observation to action, or None for random actions
-        steps: int,  # capacity in vector steps
-        *,
-        devices: Devices,
-        exploration: InteractionType,  # how probabilistic modules choose actions
-        seed: int | None = None,  # of random actions
-        recurrent: bool = True,  # carry the recurrent states that the policy declares
-        state_stride: int = 1,  # store them in every n-th row of a trajectory and in the first rows of runs
-    ) -> None:
-        """Set the policy and create a window for ``steps`` vector steps."""
-        self._exploration = exploration
-        space = self.env.single_action_space
         drawn_from = space
         if isinstance(policy, RandomPolicy):
-            drawn_from = policy.space_in(self.env)
+            drawn_from = policy.space_in(facts.env)
             policy = None
-
-        self._drawn = policy is None and drawn_from is space and self._check_actions is None
-        self.random = RandomActions(drawn_from, self.num_envs, self.device, seed)
+        self.random = RandomActions(drawn_from, self.num_envs, self.device, options.seed)
         self.random.as_numpy = self._on_host
-
         #: Returns the random actions of a step.
         self.draw: Callable[[], Any] = self.random
-        if policy is not None and self._check_actions is None:  # otherwise a wrapper may change the actions
-            self.action_range = ActionRange(space, self.keys.actions, self.keys.action_paths, self.device)
+
+        # The policy is a module, a function of the observation, or neither.
+        self._exploration = options.exploration
+        self._module: ModulePolicy | None = None
+        self._function: Callable[[Any, Any], Any] | None = None
+        #: The recurrent states ``[E, ...]`` that the next step starts from.
+        self.states: Columns = {}
+        self._defaults: Columns = {}
+        # The masks in the policy's input: key -> number of options of each choice of its part of the action space.
+        self._masks: dict[NestedKey, tuple[int, ...]] = {}
         if is_module(policy):
-            primer = find_wrapper(self.env, RecurrentPrimer)
-            primed = None if primer is None else primer.states
-            module = ModulePolicy(
-                policy, space, self.keys.actions, self.num_envs, devices, recurrent=recurrent, primed=primed
-            )
-            self.keys.claim("the policy", *module.writes)
-            self._find_masks(policy)
-            self._policy = module
-            self._carry(module.defaults)
+            self._module = _make_module(policy, facts, options)
+            self._masks = _find_masks(policy, facts)
+            self._carry(self._module.defaults)
         elif policy is not None:
-            self._policy = as_function_of_obs(policy, space, devices)
+            self._function = as_function_of_obs(policy, space, options.devices)
+        self._draws = policy is None
 
-        # A module receives the markers and may write into them.
-        self._lends_markers = self._lends and not isinstance(self._policy, ModulePolicy)
-        if state_stride > 1:
-            if not self.states:
-                raise ValueError(
-                    f"state_stride={state_stride} needs a recurrent policy, one with parts that have "
-                    "make_tensordict_primer(): this one has no state to keep"
-                )
-            self.keys.claim("state_stride", HAS_STATE)
-            self.keys.strided = True
+        self._stride = options.state_stride
+        self.age: Array = None  # steps since the first row of the episode
+        if self._stride > 1:
+            self._claim_stride()
 
-        self._stride = state_stride
+        # A wrapper that may change the actions gets checked ones; otherwise the adapted env checks and keeps them.
+        self._check_actions: ActionCheck | None = None
+        #: Checks the actions of each batch; None if they are random or a wrapper may change them.
+        self.action_range: ActionRange | None = None
+        if not facts.passes_actions:
+            framework = stream.capabilities.framework
+            self._check_actions = ActionCheck(space, self.num_envs, framework, self.device)
+        elif policy is not None:
+            self.action_range = ActionRange(space, keys.actions, keys.action_paths, self.device)
+
+        self._lending = Lending(
+            arrays=facts.lends,
+            markers=facts.lends and self._module is None,  # a module receives them and may write into them
+            drawn=policy is None and drawn_from is space and facts.passes_actions,
+        )
+
+        # What the last step or reset returned.
+        self._obs: Tree = None
+        self._info: dict[str, Any] = {}
+        self._infos = InfoColumns(facts.env, stream, keys.infos)
+        self._ended: Array = None  # whether it ended each env's episode, bool [E]; None after a reset
+
+        #: Whether the env has been reset.
+        self.started = False
+        self._at = -1  # number of moves of the env at this runner's last step or reset
+        self._sent: Tree = None  # the actions of the pending step
+        self._warned = False  # whether it has warned that other code moved the env
+
         self.window = Window(
-            self.keys,
+            keys,
             self.num_envs,
             steps,
             device=self.device,
-            same_step=self.stream.same_step,
+            same_step=stream.same_step,
             dense_finals=self._dense_finals,
-            framework=self.stream.capabilities.framework,
-            agents=self.stream.source.agents,
+            framework=stream.capabilities.framework,
+            agents=stream.source.agents,
         )
 
-    def _find_masks(self, policy: PolicyModule) -> None:
-        """Find the action masks in the policy's input; one that no observation has is stored from info."""
-        keys = self.keys
-        read = [key for key in policy.in_keys if as_tuple(key)[0] == ACTION_MASK]
-
-        missing = [key for key in read if key not in (*keys.obs, *keys.infos)]
-        if missing:
-            keys.claim("the policy's mask", *missing, *map(next_key, missing))
-            keys.infos += (*missing,)
-            self._infos = InfoColumns(self.env, self.stream, keys.infos)
-
-        for path in keys.action_paths:
-            key = plain_key((ACTION_MASK, *map(str, path)))
-            counts = option_counts(find_part(self.env.single_action_space, path))
-            if counts is not None and key in (*keys.obs, *keys.infos):
-                self._masks[key] = counts
+    def _claim_stride(self) -> None:
+        """Claim the column that marks the rows with states; ValueError if there are none."""
+        if not self.states:
+            raise ValueError(
+                f"state_stride={self._stride} needs a recurrent policy, one with parts that have "
+                "make_tensordict_primer(): this one has no state to keep"
+            )
+        self.keys.claim("state_stride", HAS_STATE)
+        self.keys.strided = True
 
     def set_version(self, version: int) -> None:
         """Set the policy version of the following steps, if it is stored."""
@@ -278,12 +221,13 @@ class Runner:
         Raises:
             RuntimeError: the env was stepped without them.
         """
-        if not isinstance(self._policy, ModulePolicy):
+        module = self._module
+        if module is None:
             return
 
-        before = set(self._policy.defaults)
-        self._policy.prime(states)
-        fresh = {key: value for key, value in self._policy.defaults.items() if key not in before}
+        before = set(module.defaults)
+        module.prime(states)
+        fresh = {key: value for key, value in module.defaults.items() if key not in before}
         if fresh and self.started:
             raise RuntimeError(
                 f"the recurrent states {sorted(fresh, key=repr)} are new, and rows were collected without them: "
@@ -341,27 +285,6 @@ class Runner:
 
         self.reset()
 
-    def begin_only(self) -> None:
-        """Make `step` only begin steps, which `settle` awaits.
-
-        Raises:
-            ValueError: the env does not support it.
-        """
-        base = self.stream.source.env
-        if not self.stream.capabilities.overlaps:
-            raise ValueError(
-                "splits= needs envs whose steps can be started and awaited separately (AsyncVectorEnv, envpool "
-                "in sync mode), "
-                f"without gymnasium's wrappers around them, got {base}: put wrappers around the single envs"
-            )
-
-        if self._check_actions is not None:
-            raise ValueError(
-                f"splits= sends the actions straight to {base}, and a wrapper in its stack may change them: put it "
-                "around the single envs"
-            )
-        self.sends = True
-
     def settle(self) -> None:
         """Wait for the pending step, if there is one."""
         if self._sent is not None:
@@ -384,6 +307,7 @@ class Runner:
         if stream.moves.count != self._at:
             self._restart_moved()
 
+        # What the policy sees.
         info = self._info
         if self._one_obs:
             seen = [self._obs]
@@ -404,10 +328,15 @@ class Runner:
             window.put((POLICY_VERSION,), (self._versions,))
         if self.states:
             self._restart_states()
-        if self._policy is None:
+
+        # What it does.
+        action: Tree = None
+        if self._module is not None:
+            action = self._ask_module(self._module, seen, chosen)
+        elif self._function is not None:
+            action = self._ask_function(self._function)
+        if random or self._draws:
             action = self._draw_legal()
-        else:
-            action = self._choose_action(seen, chosen, random)
 
         if self._check_actions is not None:
             action = self._check_actions(action)
@@ -428,22 +357,19 @@ class Runner:
         window = self.window
         stream = self.stream
         keys = self.keys
-        stream.may_alias, stream.may_alias_markers, stream.drawn = (
-            self._lends,
-            self._lends_markers,
-            self._drawn,
-        )
 
+        stream.lending = self._lending
         try:
             obs, reward, terminated, truncated, info = self.env.step(action)
         finally:
-            stream.may_alias = stream.may_alias_markers = stream.drawn = False
+            stream.lending = NOTHING_LENT
 
         # the actions that the env received
         if self._check_actions is None:
             given = stream.actions
         else:
             given = action
+
         results = [reward, terminated, truncated, given]
         if not self._one_action:
             results[3:] = leaves_at(given, keys.action_paths)
@@ -455,17 +381,7 @@ class Runner:
             window.put_known(stream.known)
 
         if self._dense_finals:
-            leaves = leaves_at(obs, keys.obs_paths)
-            final = stream.read_final(info)
-            if final is None:
-                finals = leaves
-            else:
-                finals = leaves_at(final, keys.obs_paths)
-
-            if self._whole_finals:
-                window.put((*self._result_keys, *self._next_keys), (*results, *finals))
-            else:
-                window.put_ended(self._result_keys, results, self._next_keys, leaves, stream.ended, finals)
+            self._record_with_finals(results, obs, info)
         else:
             if stream.same_step and stream.any_ended:
                 self._record_finals(info)
@@ -475,8 +391,25 @@ class Runner:
             self._infos.record(info, window)
         self._obs = obs
         self._info = info
+        # Together: an interrupt must not come between.
         self._ended, self._at = stream.ended, stream.at
         window.advance()
+
+    def _record_with_finals(self, results: list[Array], obs: Tree, info: dict[str, Any]) -> None:
+        """Record the results and the true next observations of all rows."""
+        stream = self.stream
+        paths = self.keys.obs_paths
+        leaves = leaves_at(obs, paths)
+        final = stream.read_final(info)
+        if final is None:
+            finals = leaves
+        else:
+            finals = leaves_at(final, paths)
+
+        if self._whole_finals:
+            self.window.put((*self._result_keys, *self._next_keys), (*results, *finals))
+        else:
+            self.window.put_ended(self._result_keys, results, self._next_keys, leaves, stream.ended, finals)
 
     def _restart_states(self) -> None:
         """Reset the states of new episodes and mark the rows that store states."""
@@ -495,52 +428,49 @@ class Runner:
             for key, state in self.states.items():
                 self.states[key] = select(first, self._defaults[key], state)
 
-    def _choose_action(self, seen: list[Array], chosen: dict[NestedKey, Array | None], random: bool) -> Any:
-        """Call the policy; record a module's other outputs and carry its states to the next step.
+    def _ask_module(
+        self, module: ModulePolicy, seen: list[Array], chosen: dict[NestedKey, Array | None]
+    ) -> Any:
+        """Return the module's actions; record its other outputs and carry its states to the next step.
 
         ``seen`` are the observations and markers of this step, ``chosen`` the chosen entries of its info.
         """
-        policy = self._policy
-        obs = self._obs
-        if isinstance(policy, ModulePolicy):
-            columns: Columns = {}
-            for key, value in zip(self._seen_keys, seen, strict=True):  # views of NumPy memory
-                if isinstance(value, np.ndarray):
-                    column = torch.from_numpy(value)
-                else:
-                    column = to_torch(value)
-                flat = column.ndim == 1 and key in self.keys.trailing
-                columns[key] = column.unsqueeze(-1) if flat else column
+        columns: Columns = {}
+        for key, value in zip(self._seen_keys, seen, strict=True):  # views of NumPy memory
+            if isinstance(value, np.ndarray):
+                column = torch.from_numpy(value)
+            else:
+                column = to_torch(value)
+            if column.ndim == 1 and key in self.keys.trailing:
+                column = column.unsqueeze(-1)
+            columns[key] = column
 
-            for name, entry in chosen.items():
-                if entry is not None:
-                    columns[name] = to_torch(entry)
+        for name, entry in chosen.items():
+            if entry is not None:
+                columns[name] = to_torch(entry)
 
-            for key, counts in self._masks.items():
-                if mask_form(counts, columns[key].shape[1:]) is not None:
-                    columns[key] = self._allow_where_ended(columns[key])
-                    check_options(ACTION_MASK, columns[key].flatten(1), each="env")
+        for key, counts in self._masks.items():
+            if mask_form(counts, columns[key].shape[1:]) is not None:
+                columns[key] = self._allow_where_ended(columns[key])
+                check_options(ACTION_MASK, columns[key].flatten(1), each="env")
 
-            columns.update(self.states)
-            action, written = act_in_turn(policy, self._exploration, columns)
-            self.window.put(list(written), list(written.values()))
+        columns.update(self.states)
+        action, written = act_in_turn(module, self._exploration, columns)
+        self.window.put(list(written), list(written.values()))
 
-            # The next step starts from the states under ("next", state).
-            for key in self.states:
-                self.states[key] = written.get(next_key(key), self.states[key])
-        else:
-            assert policy is not None
-            if not isinstance(obs, Tensor):
-                if isinstance(obs, np.ndarray):
-                    obs = torch.from_numpy(obs)
-                else:
-                    obs = map_tree(to_torch, obs)
-
-            action = act_in_turn(policy, self._exploration, obs, self.stream.first)
-
-        if random:
-            return self._draw_legal()
+        # The next step starts from the states under ("next", state).
+        for key in self.states:
+            self.states[key] = written.get(next_key(key), self.states[key])
         return action
+
+    def _ask_function(self, function: Callable[[Any, Any], Any]) -> Any:
+        """Return the actions of a callable policy."""
+        obs = self._obs
+        if isinstance(obs, np.ndarray):
+            obs = torch.from_numpy(obs)
+        elif not isinstance(obs, Tensor):
+            obs = map_tree(to_torch, obs)
+        return act_in_turn(function, self._exploration, obs, self.stream.first)
 
     def _draw_legal(self) -> Tree:
         """Draw the step's random actions, among those that an ``action_mask`` in observation or info allows."""
@@ -608,7 +538,11 @@ class Runner:
 
         if not self._dense_finals:
             # The observations after the last step are its rows' next observations.
-            self.window.put(self.keys.obs, leaves_at(self._obs, self.keys.obs_paths))
+            if self._one_obs:
+                last = [self._obs]
+            else:
+                last = leaves_at(self._obs, self.keys.obs_paths)
+            self.window.put(self.keys.obs, last)
 
         # With own_buffers=False other code that steps the env may write into these arrays.
         if self._one_obs:
@@ -616,7 +550,8 @@ class Runner:
         else:
             self._obs = map_tree(copy_array, self._obs)
 
-        if self._looks_for_rewards and DEAD in self.window.columns:
+        # Rows on which the env only reset are not in the mask.
+        if self._looks_for_rewards and not mask.all():
             self._look_for_lost_rewards()
         laid_out = self.window.lay_out(mask, compact)
         if self.action_range is not None and len(laid_out[0]):
@@ -626,6 +561,8 @@ class Runner:
     def _look_for_lost_rewards(self) -> None:
         """Warn once if an env has paid rewards in steps in which it only reset; these rows are in no batch."""
         window = self.window
+        if DEAD not in window.columns:
+            return
         dead = window.columns[DEAD][: window.steps]
         if not dead.any():
             return
@@ -645,6 +582,50 @@ class Runner:
         )
 
 
+def _make_module(policy: PolicyModule, facts: EnvFacts, options: RunnerOptions) -> ModulePolicy:
+    """Wrap a tensordict module, which also carries the states that the env's RecurrentPrimer declares."""
+    primer = find_wrapper(facts.env, RecurrentPrimer)
+    if primer is None:
+        primed = None
+    else:
+        primed = primer.states
+
+    keys = facts.keys
+    module = ModulePolicy(
+        policy,
+        facts.env.single_action_space,
+        keys.actions,
+        facts.num_envs,
+        options.devices,
+        options.exploration,
+        recurrent=options.recurrent,
+        primed=primed,
+    )
+    keys.claim("the policy", *module.writes)
+    return module
+
+
+def _find_masks(policy: PolicyModule, facts: EnvFacts) -> dict[NestedKey, tuple[int, ...]]:
+    """Return the action masks in the policy's input with the options of each choice.
+
+    One that no observation has is stored from info.
+    """
+    keys = facts.keys
+    read = [key for key in policy.in_keys if as_tuple(key)[0] == ACTION_MASK]
+    missing = [key for key in read if key not in (*keys.obs, *keys.infos)]
+    if missing:
+        keys.claim("the policy's mask", *missing, *map(next_key, missing))
+        keys.infos += (*missing,)
+
+    masks = {}
+    for path in keys.action_paths:
+        key = plain_key((ACTION_MASK, *map(str, path)))
+        counts = option_counts(find_part(facts.env.single_action_space, path))
+        if counts is not None and key in (*keys.obs, *keys.infos):
+            masks[key] = counts
+    return masks
+
+
 def _allow_silent(info: dict[Any, Any], name: Any) -> Tree | None:
     """Return a mask, or tree of masks, of an info; envs that reported none (see ``"_name"``) allow all actions."""
     mask = info.get(name)
@@ -653,7 +634,7 @@ def _allow_silent(info: dict[Any, Any], name: Any) -> Tree | None:
         return {part: own for part, own in parts.items() if own is not None}
 
     if isinstance(mask, np.ndarray) and mask.dtype == object:
-        mask = _as_numbers(name, mask)  # lists of single envs, which Gymnasium does not join
+        mask = join_numbers(name, mask)  # lists of single envs, which Gymnasium does not join
     told = info.get(f"_{name}")
     if mask is None or told is None:
         return mask
@@ -667,208 +648,3 @@ def _open_rows(mask: Array, rows: Array) -> Array:
     else:
         ones = np.ones_like(mask)
     return select(rows, ones, mask)
-
-
-class InfoColumns:
-    """Finds and records the chosen entries of an env's ``info``."""
-
-    def __init__(
-        self, env: VectorEnv[Any, Any, Any], stream: VectorStream, names: Sequence[NestedKey]
-    ) -> None:
-        self._stream = stream
-        self._names = names
-        self._device = stream.capabilities.device
-        self._on_host = stream.capabilities.framework == "numpy"
-
-        # RecordEpisodeStatistics writes the step's entry where SAME_STEP keeps the entries of the reset.
-        around = (*layers(env), *layers(stream.source.env))
-        self._of_step = {layer._stats_key for layer in around if hasattr(layer, "_stats_key")}
-
-        # So do markers that describe the step; others describe the observation after the reset.
-        markers = [layer for layer in layers(env) if isinstance(layer, MarkerWrapper)]
-        self._of_step |= {marker.info_name for marker in markers if marker.describes_step}
-        self._of_reset = {marker.info_name for marker in markers} - self._of_step
-        self._seen: set[NestedKey] = set()
-        self._lost: dict[NestedKey, Tensor] = {}  # on a device: whether an unknown entry was recorded
-
-    def clear(self) -> None:
-        """Forget which entries were recorded, together with their columns."""
-        self._seen.clear()
-        self._lost.clear()
-
-    def record(self, info: dict[str, Any], window: Window) -> None:
-        """Record the entries of the last step in a `Window`.
-
-        Gymnasium moves the entries of ended SAME_STEP rows to ``final_info``. Where such a row has none, its entries
-        may be those of the reset: floating ones become NaN, and others, which cannot say that they are unknown, are
-        an error.
-
-        Raises:
-            ValueError: an entry of an ended row is unknown and not floating (on a device: `check_known` raises it).
-        """
-        stream = self._stream
-        final = info.get("final_info") if stream.same_step else None
-        lost = self._lost_rows(info)
-
-        for name in self._names:
-            value = self.entry(info, name)
-            if isinstance(final, dict):
-                last = self.entry(final, name)
-            else:
-                last = None
-
-            from_step = as_tuple(name)[0] in self._of_step
-            if last is not None:
-                if value is None:
-                    value = last
-                else:
-                    value = select(stream.ended, last, value)
-            elif final is None or value is None or from_step:
-                pass
-            elif value.shape[:1] == (stream.num_envs,):
-                # it belongs to the reset of the next episode
-                value = fill_rows(copy_array(value), stream.ended, False)
-
-            if lost is not None and value is not None and not from_step:
-                value = self._hide(name, value, lost)
-            window.put_loose(next_key(name), value)
-
-            if value is not None and name not in self._seen:
-                self._seen.add(name)
-                # The entry has no root value yet, which batches need.
-                if name not in window.columns:
-                    if isinstance(value, Tensor):
-                        zeros = torch.zeros_like(value)
-                    else:
-                        zeros = np.zeros_like(value)
-                    window.put_loose(name, zeros)
-
-    def _lost_rows(self, info: dict[str, Any]) -> Array | None:
-        """Return the rows that the env itself has reset without ``final_info``, bool ``[E]``; None if none is."""
-        stream = self._stream
-        if not stream.resets_itself or stream.any_ended is False:
-            return None
-        if not isinstance(info.get("final_info"), dict):
-            return stream.ended
-
-        told = info.get("_final_info")
-        if told is None:  # it is about all ended rows
-            return None
-
-        if isinstance(stream.ended, np.ndarray):
-            lost = stream.ended & ~np.asarray(told, bool)
-        else:
-            lost = stream.ended & ~to_torch(told, self._device).bool()
-
-        if not self._on_host or lost.any():
-            return lost
-        return None
-
-    def _hide(self, name: NestedKey, value: Array, lost: Array) -> Array:
-        """Return the entry with NaN in the lost rows, see `record`."""
-        if value.shape[:1] != (self._stream.num_envs,):
-            return value
-        if as_tuple(name)[0] == ACTION_MASK or as_tuple(name)[0] in self._of_reset:
-            # Masks of last observations may be empty, and a marker is not about them.
-            return fill_rows(copy_array(value), lost, False)
-
-        if isinstance(value, Tensor):
-            floating = value.is_floating_point()
-        else:
-            floating = value.dtype.kind in "fc"
-
-        if floating:
-            return fill_rows(copy_array(value), lost, float("nan"))
-        if self._on_host:
-            self._refuse_lost(name, lost, value)
-        else:  # asking whether a row is lost would sync at each step
-            before = self._lost.get(name)
-            self._lost[name] = lost.any() if before is None else before | lost.any()
-
-        return value
-
-    def check_known(self) -> None:
-        """Raise ValueError if an entry of an ended row was unknown and not floating; syncs with a device if needed."""
-        for name, some in self._lost.items():
-            if bool(some):
-                self._lost = {}
-                self._refuse_lost(name)
-
-    def _refuse_lost(
-        self, name: NestedKey, rows: Array | None = None, value: Array | None = None
-    ) -> NoReturn:
-        env = type(self._stream.source.env).__name__
-        where = ""
-        if rows is not None and value is not None:
-            number = int(np.flatnonzero(rows)[0])
-            where = f" (env {number} ended, and info says {value[number].tolist()})"
-
-        raise ValueError(
-            f"info_keys={[name]}: {env} resets ended envs in the same step and gives no info['final_info'], so "
-            f"{name!r} of an episode's last step is unknown: the value in info may be that of the reset{where}. Let "
-            "the env pass the last step's entries as a dict, info['final_info'] (dict(info) if these are they), make "
-            "it with autoreset_mode=NEXT_STEP, or leave the entry out"
-        )
-
-    def entry(self, info: dict[str, Any], name: NestedKey) -> Array | None:
-        """Return an entry of ``info`` on the env's device; None if it is missing."""
-        value: Any = info
-        for part in as_tuple(name):
-            value = value.get(part) if isinstance(value, dict) else None
-        if value is None:
-            return None
-        if isinstance(value, dict):
-            entries = [(*as_tuple(name), key) for key in value if not str(key).startswith("_")]
-            raise TypeError(
-                f"info_keys has {name!r}, which is a dict: name its entries, info_keys={entries}. (For returns and "
-                "lengths of episodes flatroll.wrappers.RewardSum and StepCounter give a number at every step)"
-            )
-
-        if isinstance(value, np.ndarray) and value.dtype == object:
-            value = _as_numbers(name, value)
-            if value is None:
-                return None
-
-        if self._on_host:
-            if isinstance(value, Tensor):
-                return value.numpy(force=True)
-            return np.asarray(value)
-        return to_torch(value, self._device)
-
-    def check_seen(self, info: dict[str, Any]) -> None:
-        """Raise KeyError if an entry was in no step's info; ``info`` is the last info."""
-        missing = [name for name in self._names if name not in self._seen]
-        if missing:
-            names = sorted(str(key) for key in info if not str(key).startswith("_"))
-            raise KeyError(
-                f"info_keys={missing} were in no step's info; the last one had {names}. A rare entry must "
-                "occur in the first batch: use a larger frames_per_batch, or, for episode returns, "
-                "flatroll.wrappers.RewardSum"
-            )
-
-
-def _as_numbers(name: NestedKey, entries: Array) -> Array | None:
-    """Convert an object array ``[E]`` of equal kinds of numbers; 0 or False where an env is silent (None).
-
-    Gymnasium's vector envs keep the infos of single envs as objects where they do not know the type, as of NumPy's
-    bools.
-    """
-    told = np.array([one is not None for one in entries], bool)
-    if not told.any():
-        return None
-
-    try:
-        known = np.array(entries[told].tolist())
-    except ValueError:  # of several shapes
-        known = entries[told]
-
-    if known.dtype.kind not in "biufc":
-        raise TypeError(
-            f"info_keys has {name!r}, whose values must be numbers, or arrays of one shape, got {entries[told][0]!r} "
-            f"in env {int(np.flatnonzero(told)[0])}: leave it out, or turn it into numbers in a wrapper around the "
-            "single env"
-        )
-
-    filled = np.zeros((len(entries), *known.shape[1:]), known.dtype)
-    filled[told] = known
-    return filled

@@ -1,8 +1,9 @@
 """Steps envs in several parts in turn: while the policy acts for one part, the others step."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,9 +11,11 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from flatroll.layout.keys import require
+from flatroll.rollouts.env_facts import EnvFacts, check_overlaps
 from flatroll.rollouts.policies import Columns, Policy, refuse_memory
+from flatroll.rollouts.pool_runner import PoolRunner, lead_pool
 from flatroll.rollouts.random_actions import RandomActions
-from flatroll.rollouts.runner import Runner, StartOptions
+from flatroll.rollouts.runner import Runner, RunnerOptions
 from flatroll.rollouts.window import Window
 from flatroll.wrappers.arrays import Array, map_tree
 from flatroll.wrappers.markers import TrajId, find_wrapper
@@ -26,48 +29,50 @@ class SplitRunner:
     Reading the window waits for all parts first, so nothing is pending between batches.
     """
 
-    def __init__(self, parts: Sequence[Runner], moves: Moves | None) -> None:
-        self._parts = parts
+    def __init__(
+        self,
+        facts: Sequence[EnvFacts],  # of the parts
+        moves: Moves | None,  # of the env that was split
+        policy: Policy | None,
+        steps: int,
+        options: RunnerOptions,
+    ) -> None:
+        for part_facts in facts:
+            check_overlaps(part_facts)
+        _check_alike(facts)
+        refuse_memory(policy, "with splits=", "leave splits out")
+
+        sizes = [part_facts.num_envs for part_facts in facts]
         #: Index in the pool of each part's first env.
-        self._firsts = np.cumsum([0, *(part.num_envs for part in parts)])[:-1].tolist()
-        self.num_envs = sum(part.num_envs for part in parts)
-        self.envs = [env for part in parts for env in part.envs]
+        self._firsts = np.cumsum([0, *sizes])[:-1].tolist()
+        self.num_envs = sum(sizes)
+        self.envs = [part_facts.env for part_facts in facts]
         self.env = tuple(self.envs)
-        self.device = parts[0].device
-        self.keys = parts[0].keys
-        self.asks_compact = parts[0].asks_compact
+        self.device = facts[0].device
+        self.keys = facts[0].keys
 
         # Counts moves of the env that was split, so that other collectors over it notice them.
         self._moves = moves
-        self._at = 0 if moves is None else moves.count
-        for part in parts:
-            part.begin_only()
-        _check_alike(parts)
+        if moves is None:
+            self._at = 0
+        else:
+            self._at = moves.count
 
-        for part, first in zip(parts, self._firsts, strict=True):
-            ids = find_wrapper(part.env, TrajId)
+        for env, first in zip(self.envs, self._firsts, strict=True):
+            ids = find_wrapper(env, TrajId)
             if ids is not None:
                 ids.number_in(first, self.num_envs)
 
-    def start(
-        self,
-        policy: Policy | None,
-        steps: int,
-        *,
-        seed: int | None,
-        **options: Unpack[StartOptions],
-    ) -> None:
-        """Set the policy and create windows for ``steps`` vector steps; see `Runner.start`."""
-        refuse_memory(policy, "with splits=", "leave splits out")
-        for part in self._parts:
-            part.start(policy, steps, seed=0, **options)
-        self.random = RandomActions(self._parts[0].random.space, self.num_envs, self.device, seed)
+        of_parts = replace(options, seed=0, sends=True)
+        self._parts = [Runner(part_facts, policy, steps, of_parts) for part_facts in facts]
+        self.random = RandomActions(self._parts[0].random.space, self.num_envs, self.device, options.seed)
 
         # Actions already drawn for parts that have not had their turn.
-        self._drawn: list[list[Any]] = [[] for _ in self._parts]
+        self._drawn: list[list[Any]] = [[] for _ in facts]
 
         for i, part in enumerate(self._parts):
-            part.random, part.draw = self.random, partial(self._draw, i)
+            part.random = self.random
+            part.draw = partial(self._draw, i)
             part.action_range = self._parts[0].action_range  # which warns once
         self.window = JointWindow(self._parts)
 
@@ -152,6 +157,21 @@ class SplitRunner:
         return self._drawn[i].pop(0)
 
 
+def make_runner(
+    facts: Sequence[EnvFacts],  # of the env, or of its parts
+    moves: Moves | None,  # of an env that was split
+    policy: Policy | None,
+    rows: int,  # capacity, rounded up to vector steps
+    options: RunnerOptions,
+) -> Runner | PoolRunner | SplitRunner:
+    """Make the runner of an env, or of the parts of a pool."""
+    num_envs = sum(part.num_envs for part in facts)
+    steps = -(-rows // num_envs)
+    if len(facts) == 1:
+        return lead_pool(facts[0], policy, steps, options)
+    return SplitRunner(facts, moves, policy, steps, options)
+
+
 class JointWindow(Window):
     """The windows of the parts side by side: bool ``[steps, E]`` of the whole pool."""
 
@@ -180,7 +200,7 @@ class JointWindow(Window):
             surplus_from -= part.num_envs
 
 
-def _check_alike(parts: Sequence[Runner]) -> None:
+def _check_alike(parts: Sequence[EnvFacts]) -> None:
     """Raise ValueError if the parts cannot form one batch, or would produce the same rows."""
     if len({id(part.stream.moves) for part in parts}) < len(parts):
         raise ValueError("the parts of splits= must be different envs, got one of them twice")
@@ -195,6 +215,11 @@ def _check_alike(parts: Sequence[Runner]) -> None:
         if any(fact != facts[0] for fact in facts):
             raise ValueError(f"the parts of splits= must have the same {name}, got {facts}")
 
+    _check_pool_seeds(parts)
+
+
+def _check_pool_seeds(parts: Sequence[EnvFacts]) -> None:
+    """Raise ValueError if envs of two envpools have the same seed."""
     seeds: list[int] = []  # seeds of all envs of envpools
     for part in parts:
         config = getattr(part.stream.source.env, "config", None)

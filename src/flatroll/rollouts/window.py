@@ -91,11 +91,15 @@ class Window:
         self._by_step: dict[NestedKey, Sequence[Array]] = {}
         self._given: set[NestedKey] = set()  # columns whose memory the last batch took over
         self._loose: set[NestedKey] = set()
-        self._tells_known = self._unknown = (
-            False  # whether NEXT_KNOWN exists, and whether it may contain False
-        )
-        self._agents = agents and tuple(torch.as_tensor(numbers, device=device) for numbers in agents)
-        self._games = 0 if agents is None else int(agents[1].max()) + 1
+        self._tells_known = False  # whether NEXT_KNOWN exists ...
+        self._unknown = False  # ... and may contain False
+
+        self._agents: tuple[Tensor, Tensor] | None = None
+        self._games = 0
+        if agents is not None:
+            agent, game = (torch.as_tensor(numbers, device=device) for numbers in agents)
+            self._agents = agent, game
+            self._games = int(agents[1].max()) + 1
 
         # Extra steps for what follows the last one. With dense finals none is needed, and a full window is a batch.
         self._beyond = 0 if dense_finals else 1
@@ -288,55 +292,67 @@ class Window:
             left_out = left_out.union(map(next_key, keys.states))
 
         columns = {key: rows.of(key) for key in self.columns if key not in left_out}
-        if self._tells_known:
-            columns[NEXT_KNOWN] = (
-                rows.of(NEXT_KNOWN)
-                if self._unknown
-                else torch.ones(rows.count, dtype=torch.bool, device=self._device)
-            )
+        if self._unknown:
+            columns[NEXT_KNOWN] = rows.of(NEXT_KNOWN)
+        elif self._tells_known:
+            columns[NEXT_KNOWN] = torch.ones(rows.count, dtype=torch.bool, device=self._device)
 
         columns[DONE] = columns[TERMINATED] | columns[TRUNCATED]
         if self._agents is not None:
-            cells = rows.cells
-            agent, game = (numbers[cells % self.num_envs] for numbers in self._agents)
-
-            # One number per game and vector step, with the writer bits of the trajectory ids.
-            step = (cells // self.num_envs + self.before) * self._games + game
-            writer = columns[keys.traj] >> ID_BITS << ID_BITS if keys.has_ids else 0
-            columns |= {AGENT: agent, GAME: game, GAME_STEP: writer + step}
-            columns[NUM_AGENTS] = self._count_agents()[cells // self.num_envs, game]
-
+            self._add_agents(rows, columns, self._agents)
         if not keys.has_ids and self.num_envs > 1:
             # Without ids, nothing else separates a continuing row from the cut row of another env before it.
             starts = torch.from_numpy(np.diff(rows.host_cells % self.num_envs, prepend=-1) != 0)
             columns[keys.init] |= upload(starts, self._device).unsqueeze(-1)
 
         next_obs = self._gather_next(rows, columns)
-
         for key in keys.deltas:
-            column = next_obs.pop(key)
-            delta = encode_delta(columns[key], column, keys.delta_dtype)
-            check_delta(delta, columns[key], column, key)
-            columns[*DELTA, *as_tuple(key)] = delta
-
+            self._add_delta(key, columns, next_obs.pop(key))
         if not compact:
             columns |= {keys.next_of[key]: columns[key] + 1 for key in keys.counts}
             columns |= {keys.next_of[key]: column for key, column in next_obs.items()}
 
         batch = nest(columns, rows.count)
         if keys.strided:
-            # Zero the states of rows that do not store theirs. The first rows of runs always store them.
-            has_state = batch.get(HAS_STATE) | run_starts(batch, is_init_key=keys.init, traj_key=keys.traj)
-            batch.set(HAS_STATE, has_state)
-            for key in keys.states:
-                state = batch.get(key)
-                state.masked_fill_(~has_state.view(-1, *(1,) * (state.ndim - 1)), 0)
-
+            self._clear_states(batch)
         if compact:
             final = gather_final(batch, keys, next_obs)
         else:
             final = None
         return batch, final
+
+    def _add_agents(
+        self, rows: "_RowGatherer", columns: dict[NestedKey, Tensor], agents: tuple[Tensor, Tensor]
+    ) -> None:
+        """Add the agent and the game of each row, with the game's step and how many of its agents acted."""
+        keys = self._keys
+        envs = rows.cells % self.num_envs
+        steps = rows.cells // self.num_envs
+        agent, game = (numbers[envs] for numbers in agents)
+
+        # One number per game and vector step, with the writer bits of the trajectory ids.
+        game_step = (steps + self.before) * self._games + game
+        if keys.has_ids:
+            game_step = (columns[keys.traj] >> ID_BITS << ID_BITS) + game_step
+
+        columns |= {AGENT: agent, GAME: game, GAME_STEP: game_step}
+        columns[NUM_AGENTS] = self._count_agents()[steps, game]
+
+    def _add_delta(self, key: NestedKey, columns: dict[NestedKey, Tensor], next_obs: Tensor) -> None:
+        """Add the difference of an observation's next one to it."""
+        delta = encode_delta(columns[key], next_obs, self._keys.delta_dtype)
+        check_delta(delta, columns[key], next_obs, key)
+        columns[*DELTA, *as_tuple(key)] = delta
+
+    def _clear_states(self, batch: TensorDict) -> None:
+        """Zero the states of rows that do not store theirs. The first rows of runs always store them."""
+        keys = self._keys
+        starts = run_starts(batch, is_init_key=keys.init, traj_key=keys.traj)
+        has_state = batch.get(HAS_STATE) | starts
+        batch.set(HAS_STATE, has_state)
+        for key in keys.states:
+            state = batch.get(key)
+            state.masked_fill_(~has_state.view(-1, *(1,) * (state.ndim - 1)), 0)
 
     def take(self, key: NestedKey, mask: Array) -> Tensor:
         """Return a column's values in the True cells, in `lay_out`'s order; later steps may overwrite them."""

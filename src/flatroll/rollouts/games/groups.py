@@ -8,8 +8,9 @@ from tensordict.nn import InteractionType
 
 from flatroll.layout.checks import check_seed, check_whole_number
 from flatroll.rollouts.arguments import check_exploration_type, make_devices
+from flatroll.rollouts.env_facts import read_env
 from flatroll.rollouts.policies import Policy
-from flatroll.rollouts.runner import Runner
+from flatroll.rollouts.runner import Runner, RunnerOptions
 from flatroll.wrappers.source import EnvLike
 
 
@@ -56,17 +57,15 @@ class GroupCollector:
 
         self._seed = None if seed is None else check_seed("seed", seed)
 
+        exploration = check_exploration_type(exploration_type)
+
         self._runners: dict[str, Runner] = {}
         for name, env in groups.items():
-            self._runners[name] = runner = Runner(env)
-            runner.begin_only()
-            runner.start(
-                policies.get(name),
-                steps_per_batch,
-                devices=make_devices(runner.device),
-                exploration=check_exploration_type(exploration_type),
-                seed=self._seed,
+            facts = read_env(env)
+            options = RunnerOptions(
+                devices=make_devices(facts.device), exploration=exploration, seed=self._seed, sends=True
             )
+            self._runners[name] = Runner(facts, policies.get(name), steps_per_batch, options)
 
     def rollout(self) -> dict[str, TensorDict]:
         """Step all games ``steps_per_batch`` times; return each group's batch."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from flatroll.layout.tensordict_seam import nest
 from flatroll.layout.transfers import move_batch
 from flatroll.rollouts.workers.gather import Filled
-from flatroll.rollouts.workers.transport import Note, RowsElsewhere
+from flatroll.rollouts.workers.transport import Note, RowsElsewhere, WorkerWindow
 
 Columns = Mapping[Any, Tensor]
 
@@ -36,42 +36,48 @@ class Delivery:
 
     def batch(self, filled: Sequence[Filled]) -> TensorDict:
         """Concatenate the rows of these windows in new memory and release the windows."""
-        notes: list[Note] = [window.note for _, window, _ in filled]
+        windows = [window for _, window, _ in filled]
         names = [member.link.name for member, _, _ in filled]
+        shape = _joint_shape([window.note for window in windows])
         columns = _join_tables(
-            [window.tables[0] for _, window, _ in filled],
+            [window.tables[0] for window in windows],
             names,
             self._columns,
-            padded=len(notes[0].shape) > 1,
-            owned=filled[0].window.owned,
+            padded=len(shape) > 1,
+            owned=windows[0].owned,
         )
-        shape = (
-            sum(note.shape[0] for note in notes),
-            *map(max, zip(*(n.shape[1:] for n in notes), strict=True)),
-        )
-        final: TensorDict | None = None
-        finals = []
-        first = 0
-        for (_, window, _), note in zip(filled, notes, strict=True):
-            if len(window.tables) > 1:
-                finals.append({**window.tables[1], "row": window.tables[1]["row"] + first})
-            first += note.rows
-        if finals:
-            last = _join_tables(finals, names, self._finals, owned=filled[0].window.owned)
-            final = nest(last, len(last["row"]))
+        final = self._join_finals(windows, names)
+
         if self._stack:
-            steps = (len(filled), shape[0] // len(filled))
+            steps = (len(windows), shape[0] // len(windows))
             columns = {key: column.view(*steps, *column.shape[1:]) for key, column in columns.items()}
             shape = (*steps, *shape[1:])
+
         batch = nest(columns, *shape)
         if self._storing is not None:
             batch = move_batch(batch, self._storing)
             if final is not None:
                 final = move_batch(final, self._storing)
+
         self.final = final
-        for _, window, _ in filled:
+        for window in windows:
             window.release()
         return batch
+
+    def _join_finals(self, windows: Sequence[WorkerWindow], names: Sequence[str]) -> TensorDict | None:
+        """Return the *final* of all windows, whose rows are counted in the whole batch; None if there is none."""
+        finals = []
+        first = 0  # the window's first row in the batch
+        for window in windows:
+            if len(window.tables) > 1:
+                table = window.tables[1]
+                finals.append({**table, "row": table["row"] + first})
+            first += window.note.rows
+
+        if not finals:
+            return None
+        columns = _join_tables(finals, names, self._finals, owned=windows[0].owned)
+        return nest(columns, len(columns["row"]))
 
     def takes_windows(self) -> bool:
         """Return whether `extend` can be used: the buffer copies rows, and no batch has to be made first."""
@@ -91,11 +97,11 @@ class Delivery:
             return True
         if not getattr(self._buffer, "copies_rows", False):
             return False
+
         columns, *finals = window.tables
+        final = {}
         if finals:
             final = {"final": nest(finals[0], len(finals[0]["row"]))}
-        else:
-            final = {}
         try:
             self._buffer.extend(nest(columns, *window.note.shape), **final)
         except (KeyError, TypeError, ValueError) as error:
@@ -107,9 +113,19 @@ class Delivery:
         """Return the batch, or None if the buffer takes it."""
         if self._buffer is None:
             return batch
-        self._buffer.extend(batch, **({} if self.final is None else {"final": self.final}))
+        if self.final is None:
+            self._buffer.extend(batch)
+        else:
+            self._buffer.extend(batch, final=self.final)
         self.final = None
         return None
+
+
+def _joint_shape(notes: Sequence[Note]) -> tuple[int, ...]:
+    """Return the batch size of all windows' rows: padded ones ``[n, T]`` get the longest T."""
+    rows = sum(note.shape[0] for note in notes)
+    padded = zip(*(note.shape[1:] for note in notes), strict=True)
+    return (rows, *map(max, padded))
 
 
 def _join_tables(
@@ -127,36 +143,63 @@ def _join_tables(
         names: names of the workers, for errors.
         owned: whether a single table may be used without a copy.
         padded: whether columns are ``[n, T, *S]`` and may differ in T; shorter ones are padded with zeros.
-        agreed: the columns of the collector's first table, which all later ones must match: ``(dtype, S)`` by key,
-            and its worker's name under None. The first call fills it.
+        agreed: the columns of the collector's first table, see `_check_same_columns`.
 
     Raises:
         ValueError: workers return different columns.
     """
-    at = 2 if padded else 1  # the first dimension that must agree
+    first = 1  # the first dimension that must agree
+    if padded:
+        first = 2
     for table, name in zip(tables, names, strict=True):
-        given = {key: (column.dtype, list(column.shape[at:])) for key, column in table.items()}
-        if not agreed:
-            agreed |= {None: name} | given
-        for key in [*agreed, *given]:
-            if key is not None and agreed.get(key) != given.get(key):
-                raise ValueError(
-                    f"workers must return the same columns: {key!r} of {agreed[None]} is "
-                    f"{_form(agreed.get(key))}, of {name} {_form(given.get(key))}: use envs with the same "
-                    "spaces"
-                )
+        forms = {key: (column.dtype, list(column.shape[first:])) for key, column in table.items()}
+        _check_same_columns(forms, name, agreed)
+
     made = {}
     for key in tables[0]:
         parts = [table[key] for table in tables]
-        if padded and len({part.shape[1] for part in parts}) > 1:
-            longest = max(part.shape[1] for part in parts)
-            # Zeros after the last step: pad() counts dimensions from the last one.
-            parts = [
-                torch.nn.functional.pad(part, (0, 0) * (part.ndim - 2) + (0, longest - part.shape[1]))
-                for part in parts
-            ]
-        made[key] = torch.cat(parts) if len(parts) > 1 else parts[0] if owned else parts[0].clone()
+        if padded:
+            parts = _pad(parts)
+
+        if len(parts) > 1:
+            made[key] = torch.cat(parts)
+        elif owned:
+            made[key] = parts[0]
+        else:
+            made[key] = parts[0].clone()
     return made
+
+
+def _check_same_columns(forms: dict[Any, Any], name: str, agreed: dict[Any, Any]) -> None:
+    """Raise ValueError if a worker's columns differ from those of the collector's first table.
+
+    Args:
+        forms: ``(dtype, S)`` by key.
+        name: of the worker.
+        agreed: the first forms, and the name of their worker under None. The first call fills it.
+    """
+    if not agreed:
+        agreed |= {None: name} | forms
+
+    for key in [*agreed, *forms]:
+        if key is not None and agreed.get(key) != forms.get(key):
+            raise ValueError(
+                f"workers must return the same columns: {key!r} of {agreed[None]} is "
+                f"{_form(agreed.get(key))}, of {name} {_form(forms.get(key))}: use envs with the same "
+                "spaces"
+            )
+
+
+def _pad(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return columns ``[n, T, *S]`` with the longest T, with zeros after the last step of shorter ones."""
+    longest = max(part.shape[1] for part in parts)
+    padded = []
+    for part in parts:
+        missing = longest - part.shape[1]
+        if missing:  # pad() counts dimensions from the last one
+            part = torch.nn.functional.pad(part, (0, 0) * (part.ndim - 2) + (0, missing))
+        padded.append(part)
+    return padded
 
 
 def _form(form: tuple[torch.dtype, list[int]] | None) -> str:

@@ -206,10 +206,9 @@ class InTurn(Gatherer):
             return []
 
         # Request no more windows than are still needed.
+        windows = sys.maxsize
         if limited and not self._whole:
             windows = ceil(self._left() / self._rows)
-        else:
-            windows = sys.maxsize
 
         while True:
             served = self._last
@@ -223,21 +222,23 @@ class InTurn(Gatherer):
             if not going and not self._turns:
                 return []
 
-            if going:
-                if self._turns:
-                    timeout = 0
-                else:
-                    timeout = None
-                events = self.team.events(going, wake, timeout)
-            else:
-                events = []
-
-            for event in events:
-                self.take(event)
+            heard = self._listen(going, wake)
             if self._turns:
                 return [self._serve()]
-            if not events:
+            if not heard:
                 return None
+
+    def _listen(self, going: Sequence[Member], wake: Wake | None) -> bool:
+        """Take what these members send, without waiting if windows are there; return whether anything came."""
+        if not going:
+            return False
+        timeout = None
+        if self._turns:
+            timeout = 0
+        events = self.team.events(going, wake, timeout)
+        for event in events:
+            self.take(event)
+        return bool(events)
 
     def _go_on(self, members: Sequence[Member], limited: bool, windows: int) -> None:
         """Let these members make windows, up to their limits."""

@@ -4,7 +4,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import numpy as np
 import torch
@@ -14,25 +14,25 @@ from torch import nn
 from flatroll.layout.checks import warn_of_scales
 from flatroll.layout.inspect.text import Facts
 from flatroll.rollouts.arguments import usable_device
+from flatroll.rollouts.options import takes_options
 from flatroll.rollouts.policies import as_state, refuse_hidden_weights
 from flatroll.rollouts.workers.arguments import (
-    Modes,
-    check_modes,
-    check_options,
+    check_plan,
+    list_env_functions,
+    list_factories,
     make_seeds,
-    one_for_each,
     policy_here,
+    read_options,
 )
 from flatroll.rollouts.workers.delivery import Delivery
-from flatroll.rollouts.workers.gather import Gatherer, InStep, InTurn, shares
+from flatroll.rollouts.workers.gather import Gatherer, InStep, InTurn
+from flatroll.rollouts.workers.jobs import make_jobs
+from flatroll.rollouts.workers.options import FOR_WORKERS, Plan, TeamKeywords, TeamOptions
 from flatroll.rollouts.workers.processes import Processes
 from flatroll.rollouts.workers.supply import Supply
 from flatroll.rollouts.workers.team import Interrupts, Team
-from flatroll.rollouts.workers.transport import Job, Transport
+from flatroll.rollouts.workers.transport import Transport
 from flatroll.sharing.nursery import Nursery
-
-Device = torch.device | str | None
-OnFailure = Literal["raise", "drop", "replace"]
 
 
 class MultiCollector(Facts):
@@ -96,7 +96,7 @@ class MultiCollector(Facts):
         device: shorthand for ``policy_device`` and ``storing_device``.
         storing_device: device of the batches. Default: the CPU.
         progress: show a bar over all workers. Default False.
-        collector_arguments: further arguments of `Collector`, such as ``compact_obs``, ``info_keys``,
+        options: further arguments of `Collector`, such as ``compact_obs``, ``info_keys``,
             ``set_truncated``, ``split_trajs``, ``state_stride``, ``splits``, ``track_policy_version``. Hooks and
             ``postproc`` run in the workers, on their part of the batch.
 
@@ -114,6 +114,7 @@ class MultiCollector(Facts):
 
     _supply: Supply
 
+    @takes_options(TeamOptions)
     def __init__(
         self,
         create_env_fn: Callable[[], Any] | Sequence[Any],
@@ -122,95 +123,47 @@ class MultiCollector(Facts):
         num_workers: int | None = None,
         sync: bool = True,
         frames_per_batch: int,
-        total_frames: int = -1,
-        policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None,
-        cat_results: Literal[0, "stack"] = 0,
-        preemptive_threshold: float | None = None,
-        update_at_each_batch: bool = False,
         slots: int = 2,
-        num_threads: int = 1,
-        seed: int | None = None,
-        writer: int = 0,
-        on_failure: OnFailure = "raise",
-        max_failures: int = 3,
-        step_timeout: float | None = None,
         start_timeout: float | None = None,
         start_method: Literal["fork", "spawn"] | None = None,
         nursery: Nursery | None = None,
         transport: Transport | None = None,
-        replay_buffer: Any = None,
-        init_random_frames: int | None = None,
-        trajs_per_batch: int | None = None,
-        device: Device = None,
-        storing_device: Device = None,
-        progress: bool = False,
-        **collector_arguments: Any,
+        **options: Unpack[TeamKeywords],
     ) -> None:
-        options = collector_arguments
-        splits = collector_arguments.get("splits", 1)
-        functions, factories = one_for_each(create_env_fn, policy_factory, num_workers, splits)
-        count = len(functions)
-        trajs = trajs_per_batch
-        random_frames = init_random_frames or 0
-        self._writers = 1 if transport is None else transport.writers_of_each
-
-        counts: dict[str, Any] = {
-            "frames_per_batch": frames_per_batch,
-            "total_frames": total_frames,
-            "trajs_per_batch": trajs,
-            "init_random_frames": random_frames,
-        }
-
-        check_options(options, replay_buffer, writer, writer + count * self._writers - 1, **counts)
-        modes = Modes(
+        chosen = read_options(options)
+        functions = list_env_functions(create_env_fn, num_workers, chosen.splits)
+        factories = list_factories(chosen.policy_factory, len(functions))
+        plan = Plan(
+            workers=len(functions),
+            frames_per_batch=frames_per_batch,
             sync=sync,
-            cat_results=cat_results,
-            preemptive_threshold=preemptive_threshold,
-            on_failure=on_failure,
-            max_failures=max_failures,
-            step_timeout=step_timeout,
-            start_timeout=start_timeout,
             slots=slots,
+            start_timeout=start_timeout,
+            options=chosen,
         )
-        check_modes(modes, count, frames_per_batch, trajs, bool(options.get("split_trajs")))
+        self._writers = 1
+        made_there = False
+        if transport is not None:
+            self._writers = transport.writers_of_each
+            made_there = transport.makes_policies
 
-        made_there = transport is not None and transport.makes_policies
-        policy = policy_here(policy, factories, update_at_each_batch, made_there)
-        seeds = make_seeds(seed)
+        check_plan(plan, self._writers)
+        policy = policy_here(policy, factories, chosen.update_at_each_batch, made_there)
+        seeds = make_seeds(chosen.seed)
+        storing = _storing_device(chosen)
 
-        self.num_workers = count
+        self.num_workers = plan.workers
         self.frames_per_batch = frames_per_batch
         self.policy = policy
-        self._total = total_frames
-        self._modes = modes
-        self._buffer = replay_buffer
-        self._update = update_at_each_batch
-        self._whole = trajs is not None
-        self._progress = progress
-        self._random_frames = random_frames
-        self._with_ids = options.get("track_traj_ids", True)
+        self._total = chosen.total_frames
+        self._plan = plan
+        self._buffer = chosen.replay_buffer
+        self._whole = chosen.trajs_per_batch is not None
+        self._storing = storing
+        for_workers = {name: value for name, value in options.items() if name in FOR_WORKERS}
+        self._jobs = make_jobs(plan, functions, factories, policy, for_workers)
 
-        storing, name = (storing_device, "storing_device") if storing_device else (device, "device")
-        self._storing = None if storing is None else usable_device(name, storing)
-
-        shared = {"policy_device": device} | options
-        self._jobs = [
-            Job(
-                place=place,
-                create_env_fn=functions[place],
-                policy=None if factories[place] is not None else policy,
-                policy_factory=factories[place],
-                frames_per_batch=shares(frames_per_batch, count)[place] if sync else frames_per_batch,
-                trajs_per_batch=trajs if trajs is None or not sync else shares(trajs, count)[place],
-                sync=sync,
-                slots=slots,
-                timed=step_timeout is not None,
-                options=shared,
-            )
-            for place in range(count)
-        ]
-
-        self._transport = transport or Processes(count, nursery, start_method, num_threads)
+        self._transport = transport or Processes(plan.workers, nursery, start_method, chosen.num_threads)
         try:
             weights = policy.state_dict() if isinstance(policy, nn.Module) else {}
             self._transport.share(weights)
@@ -218,8 +171,8 @@ class MultiCollector(Facts):
             self._transport.close()
             raise
 
-        self._begin(0, writer, seeds)
-        if replay_buffer is not None and self._supply.gatherer.team.scaled:
+        self._begin(0, chosen.writer, seeds)
+        if self._buffer is not None and self._supply.gatherer.team.scaled:
             warn_of_scales(stacklevel=2)
 
     def _begin(self, frames: int, writer: int, seeds: np.random.SeedSequence) -> None:
@@ -243,39 +196,42 @@ class MultiCollector(Facts):
     def _make_team(
         self, writer: int, seeds: np.random.SeedSequence, frames: int, interrupts: Interrupts
     ) -> Team:
-        modes = self._modes
-        writers = self._writers if self._with_ids else 0
+        if self._plan.options.track_traj_ids:
+            writers = self._writers
+        else:
+            writers = 0
         return Team(
             self._transport,
             self._jobs,
+            self._plan,
             first_writer=writer,
             writers=writers,
             seeds=seeds,
-            random_frames=self._random_frames,
             frames=frames,
             interrupts=interrupts,
-            on_failure=modes.on_failure,
-            max_failures=modes.max_failures,
-            step_timeout=modes.step_timeout,
-            start_timeout=modes.start_timeout,
         )
 
     def _make_supply(self, team: Team, interrupts: Interrupts) -> None:
-        modes = self._modes
+        options = self._plan.options
         given = team, self.frames_per_batch, self._total, self._whole
-        gatherer: Gatherer = (
-            InStep(*given, enough=modes.preemptive_threshold) if modes.sync else InTurn(*given)
-        )
-        publish = self._publisher() if self._update else None
+        gatherer: Gatherer
+        if self._plan.sync:
+            gatherer = InStep(*given, enough=options.preemptive_threshold)
+        else:
+            gatherer = InTurn(*given)
+
+        publish = None
+        if options.update_at_each_batch:
+            publish = self._publisher()
         self._supply = Supply(
             gatherer,
-            Delivery(self._buffer, self._storing, modes.cat_results == "stack"),
+            Delivery(self._buffer, self._storing, options.cat_results == "stack"),
             self._transport,
             interrupts,
             publish=publish,
             buffer=self._buffer,
             whole=self._whole,
-            progress=self._progress,
+            progress=options.progress,
         )
 
         # Also runs when the collector is garbage-collected and when the interpreter exits.
@@ -568,6 +524,15 @@ class MultiCollector(Facts):
 
     def __exit__(self, *error: object) -> None:
         self.shutdown()
+
+
+def _storing_device(options: TeamOptions) -> torch.device | None:
+    """Return the device of the batches, if one is given."""
+    if options.storing_device:
+        return usable_device("storing_device", options.storing_device)
+    if options.device is not None:
+        return usable_device("device", options.device)
+    return None
 
 
 class MultiSyncCollector(MultiCollector):

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from math import ceil
 from time import monotonic
 from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from flatroll.layout.checks import check_writer_number
+from flatroll.rollouts.workers.options import Plan
 from flatroll.rollouts.workers.transport import END, READY, Job, Link, Note, Transport, Wake, WorkerWindow
 from flatroll.sharing.worker import WorkerDied, WorkerTraceback
 
@@ -116,10 +117,10 @@ class Team:
     Args:
         transport: starts the workers.
         jobs: the job of each place; each worker gets its own writer number and seed.
+        plan: what to do about failures, and limits of time.
         first_writer: number of worker 0 in trajectory ids; further workers and replacements get the next ones.
         writers: numbers that each worker uses, 0 without ids.
         seeds: the seed sequence; each worker uses the next child.
-        random_frames: rows with random actions, over all workers.
         frames: rows collected before.
         interrupts: allows Ctrl-C while the owner waits.
     """
@@ -128,27 +129,24 @@ class Team:
         self,
         transport: Transport,
         jobs: Sequence[Job],
+        plan: Plan,
         *,
         first_writer: int,
         writers: int,
         seeds: np.random.SeedSequence,
-        random_frames: int,
         frames: int,
         interrupts: Interrupts,
-        on_failure: Literal["raise", "drop", "replace"],
-        max_failures: int,
-        step_timeout: float | None,
-        start_timeout: float | None,
     ) -> None:
+        options = plan.options
         self.transport = transport
         self._jobs = jobs
         self._writers = writers
-        self._on_failure = on_failure
-        self._max_failures = max_failures
-        self._step_timeout = step_timeout
-        self._start_timeout = start_timeout
+        self._on_failure = options.on_failure
+        self._max_failures = options.max_failures
+        self._step_timeout = options.step_timeout
+        self._start_timeout = plan.start_timeout
         self._seed_sequence = seeds
-        self._random_frames = random_frames
+        self._random_frames = options.init_random_frames or 0
         self._interrupts = interrupts
         self.next_writer = first_writer
 

@@ -52,6 +52,16 @@ class Job:
     seed: int = 0
     init_random_frames: int = 0
 
+    def collector_arguments(self) -> dict[str, Any]:
+        """Return the arguments of the worker's collector, beside its env and policy and the options."""
+        return {
+            "frames_per_batch": self.frames_per_batch,
+            "trajs_per_batch": self.trajs_per_batch,
+            "init_random_frames": self.init_random_frames,
+            "seed": self.seed,
+            "writer": self.writer,
+        }
+
     def without_parts(self) -> "Job":
         """Return the job without the user's objects, which transports send separately."""
         return replace(self, create_env_fn=None, policy=None, policy_factory=None, options={})

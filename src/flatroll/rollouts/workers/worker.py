@@ -64,13 +64,9 @@ class WindowMaker:
             self.collector = Collector(
                 job.create_env_fn,
                 policy,
-                seed=job.seed,
-                writer=job.writer,
-                frames_per_batch=job.frames_per_batch,
-                trajs_per_batch=job.trajs_per_batch,
-                init_random_frames=job.init_random_frames,
                 interruptor=self._watch,
                 postproc=postproc,
+                **job.collector_arguments(),
                 **options,
             )
 

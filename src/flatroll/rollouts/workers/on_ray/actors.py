@@ -92,12 +92,8 @@ class CollectorActor:
             job.policy,
             num_workers=workers,
             policy_factory=job.policy_factory,
-            frames_per_batch=job.frames_per_batch,
-            trajs_per_batch=job.trajs_per_batch,
-            init_random_frames=job.init_random_frames,
-            seed=job.seed,
-            writer=job.writer,
             sync=job.sync,
+            **job.collector_arguments(),
             **own,
             **job.options,
         )

@@ -1,20 +1,19 @@
 """`RayCollector`: collects in the actors of a Ray cluster."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Unpack
 
-import torch
 from torch import nn
 
 from flatroll.layout.checks import check_whole_number
+from flatroll.rollouts.options import takes_options
 from flatroll.rollouts.policies import as_state, copy_weights
-from flatroll.rollouts.workers.arguments import one_for_each
-from flatroll.rollouts.workers.multi_collector import MultiCollector, OnFailure
+from flatroll.rollouts.workers.arguments import list_env_functions, read_options
+from flatroll.rollouts.workers.multi_collector import MultiCollector
 from flatroll.rollouts.workers.on_ray.actors import Actors
+from flatroll.rollouts.workers.options import TeamKeywords, TeamOptions
 from flatroll.sharing.block import dtype_name
 from flatroll.sharing.on_ray.calls import Calls, RayCalls
-
-Device = torch.device | str | None
 
 
 class RayCollector(MultiCollector):
@@ -64,7 +63,7 @@ class RayCollector(MultiCollector):
             from the actors unless ``sync`` joins them first. Iteration then yields None.
         progress: show a bar over all actors. Default False.
         calls: runs the actors. Default: Ray.
-        arguments: further arguments of the `Collector` in each actor.
+        options: further arguments of the `Collector` in each actor.
 
     Raises:
         ImportError: Ray is not installed.
@@ -81,6 +80,7 @@ class RayCollector(MultiCollector):
     [torch.Size([10]), torch.Size([10])]
     """
 
+    @takes_options(TeamOptions)
     def __init__(
         self,
         create_env_fn: Callable[[], Any] | Sequence[Callable[[], Any]],
@@ -92,80 +92,34 @@ class RayCollector(MultiCollector):
         ray_init_config: Mapping[str, Any] | None = None,
         max_in_flight: int = 2,
         frames_per_batch: int,
-        total_frames: int = -1,
-        policy_factory: Callable[[], Any] | None = None,
-        on_failure: OnFailure = "raise",
-        max_failures: int = 3,
         workers_per_actor: int = 1,
-        num_threads: int = 1,
         start_timeout: float = 300.0,
-        step_timeout: float | None = None,
-        cat_results: Literal[0, "stack"] = 0,
-        preemptive_threshold: float | None = None,
-        update_at_each_batch: bool = False,
-        seed: int | None = None,
-        writer: int = 0,
-        replay_buffer: Any = None,
-        init_random_frames: int | None = None,
-        trajs_per_batch: int | None = None,
-        device: Device = None,
-        storing_device: Device = None,
-        progress: bool = False,
         calls: Calls | None = None,
-        **arguments: Any,
+        **options: Unpack[TeamKeywords],
     ) -> None:
-        functions, _ = one_for_each(
-            create_env_fn, None, num_collectors, arguments.get("splits", 1), "num_collectors"
-        )
-        count = len(functions)
+        chosen = read_options(options)
+        functions = list_env_functions(create_env_fn, num_collectors, chosen.splits, "num_collectors")
         workers = check_whole_number("workers_per_actor", workers_per_actor)
-        configs = actor_options(remote_configs, count, workers)
+        configs = actor_options(remote_configs, len(functions), workers)
         check_whole_number("max_in_flight", max_in_flight)
-
-        for name, parts in (("frames_per_batch", frames_per_batch), ("trajs_per_batch", trajs_per_batch)):
-            if sync and workers > 1 and parts is not None and parts < count * workers:
-                raise ValueError(
-                    f"{name}={parts} is less than the number of workers, {count * workers}: with sync=True each "
-                    "collects a part"
-                )
-
-        if policy is not None and policy_factory is not None:
-            raise ValueError("pass a policy or a policy_factory, not both")
-        if arguments.get("split_trajs"):
-            raise ValueError(
-                "split_trajs=True is not supported, because actors deliver flat batches: "
-                "flatroll.layout.split_trajectories(batch) pads a batch afterwards"
-            )
-
-        one_each = {
-            'on_failure="drop"': on_failure == "drop",
-            "preemptive_threshold": preemptive_threshold is not None,
-            'cat_results="stack"': cat_results != 0,
-        }
-
-        if workers > 1 and (found := [name for name, is_given in one_each.items() if is_given]):
-            raise ValueError(
-                f"{' and '.join(found)} needs workers_per_actor=1, got {workers}: an actor cannot take over "
-                'the rows of another one\'s workers, nor cut its own workers short. on_failure="replace" works'
-            )
-
-        self._made_there = policy_factory is not None
+        if sync and workers > 1:
+            check_parts(frames_per_batch, chosen.trajs_per_batch, len(functions) * workers)
+        check_for_actors(chosen, policy, workers)
+        self._made_there = chosen.policy_factory is not None
 
         if calls is None:
             calls = RayCalls(ray_init_config, sum(config["num_cpus"] for config in configs) + 1)
-        own: dict[str, Any] = {"num_threads": num_threads}
-        if workers > 1 and step_timeout is not None:
-            own["step_timeout"] = step_timeout
-        takes_references = hasattr(replay_buffer, "extend_reference")
-
+        in_flight = max_in_flight
+        if sync:
+            in_flight = 1
         self._actors = transport = Actors(
             calls,
             configs,
-            in_flight=1 if sync else max_in_flight,
+            in_flight=in_flight,
             workers=workers,
-            own=own,
-            by_reference=not sync and takes_references and storing_device is device is None,
-            with_signals=step_timeout is not None or preemptive_threshold is not None,
+            own=arguments_of_many(chosen, workers),
+            by_reference=not sync and takes_references(chosen),
+            with_signals=chosen.step_timeout is not None or chosen.preemptive_threshold is not None,
         )
 
         try:
@@ -174,26 +128,10 @@ class RayCollector(MultiCollector):
                 policy,
                 sync=sync,
                 frames_per_batch=frames_per_batch,
-                total_frames=total_frames,
-                policy_factory=policy_factory,
-                cat_results=cat_results,
-                preemptive_threshold=preemptive_threshold,
-                update_at_each_batch=update_at_each_batch,
                 slots=max_in_flight,
-                seed=seed,
-                writer=writer,
-                on_failure=on_failure,
-                max_failures=max_failures,
-                step_timeout=step_timeout,
                 start_timeout=start_timeout,
                 transport=transport,
-                replay_buffer=replay_buffer,
-                init_random_frames=init_random_frames,
-                trajs_per_batch=trajs_per_batch,
-                device=device,
-                storing_device=storing_device,
-                progress=progress,
-                **arguments,
+                **options,
             )
         except BaseException:
             transport.close()
@@ -283,6 +221,53 @@ class RayCollector(MultiCollector):
         used = max(state["seeds_used"], self._seed_sequence.n_children_spawned)
         seed = {"entropy": self._seed_sequence.entropy, "n_children_spawned": used}
         super().load_state_dict(state | {"seed": seed})
+
+
+def check_parts(frames_per_batch: int, trajs_per_batch: int | None, workers: int) -> None:
+    """Raise ValueError if a joint batch has no part for each of all workers."""
+    parts = {"frames_per_batch": frames_per_batch, "trajs_per_batch": trajs_per_batch}
+    for name, count in parts.items():
+        if count is not None and count < workers:
+            raise ValueError(
+                f"{name}={count} is less than the number of workers, {workers}: with sync=True each collects a part"
+            )
+
+
+def check_for_actors(options: TeamOptions, policy: Any, workers: int) -> None:
+    """Raise ValueError for options that actors, each of ``workers`` workers, do not support."""
+    if policy is not None and options.policy_factory is not None:
+        raise ValueError("pass a policy or a policy_factory, not both")
+    if options.split_trajs:
+        raise ValueError(
+            "split_trajs=True is not supported, because actors deliver flat batches: "
+            "flatroll.layout.split_trajectories(batch) pads a batch afterwards"
+        )
+
+    needs_one = {
+        'on_failure="drop"': options.on_failure == "drop",
+        "preemptive_threshold": options.preemptive_threshold is not None,
+        'cat_results="stack"': options.cat_results != 0,
+    }
+    found = [name for name, is_given in needs_one.items() if is_given]
+    if workers > 1 and found:
+        raise ValueError(
+            f"{' and '.join(found)} needs workers_per_actor=1, got {workers}: an actor cannot take over "
+            'the rows of another one\'s workers, nor cut its own workers short. on_failure="replace" works'
+        )
+
+
+def arguments_of_many(options: TeamOptions, workers: int) -> dict[str, Any]:
+    """Return arguments of the `MultiCollector` in an actor that are not those of its job."""
+    own: dict[str, Any] = {"num_threads": options.num_threads}
+    if workers > 1 and options.step_timeout is not None:
+        own["step_timeout"] = options.step_timeout
+    return own
+
+
+def takes_references(options: TeamOptions) -> bool:
+    """Return whether the buffer can fetch rows from the object store, where they stay as they are."""
+    stays = options.storing_device is None and options.device is None
+    return stays and hasattr(options.replay_buffer, "extend_reference")
 
 
 def actor_options(configs: Any, count: int, cpus: int) -> list[dict[str, Any]]:
