@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from flatroll.estimators.functional import unit_interval
 from flatroll.kernels.scan import segmented_scan
-from flatroll.layout.boundaries import run_ends, starts_from
+from flatroll.layout.boundaries import ends_from, starts_from
 from flatroll.layout.checks import as_text, check_dense_tensor, check_keys, check_number, check_rows
 from flatroll.layout.keys import (
     DONE,
@@ -28,7 +28,6 @@ from flatroll.layout.keys import (
     under_next,
 )
 from flatroll.layout.moments import Moments
-from flatroll.layout.tensordict_seam import nest
 
 #: If the rows of a batch and the open trajectories are more than this in total, stale trajectories are dropped.
 _MOST_OPEN = 2**20
@@ -196,8 +195,7 @@ class RewardScale(TensorDictModuleBase):
             return
 
         given, _, done, first, counted = (x[order] for x in columns)
-        markers: dict[NestedKey, Tensor] = {DONE: done, IS_INIT: first, TRAJ_IDS: ids}
-        ends = run_ends(nest(markers, len(ids)))
+        ends = ends_from(done, first, ids)
 
         # The scan runs backward in time: on flipped rows the starts of runs are their ends.
         returns = segmented_scan(self.gamma, given.flip(0), starts_from(ends).flip(0)).flip(0)
