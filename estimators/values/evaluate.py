@@ -9,11 +9,11 @@ none is known, the row's own observation is used, with a warning.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -32,7 +32,7 @@ from flatroll.layout.boundaries import starts_from
 from flatroll.layout.checks import check_whole_number
 from flatroll.layout.final import Final, read_final
 from flatroll.layout.keys import NestedKey, next_key, require
-from flatroll.layout.tensordict_seam import call_network, get_entry
+from flatroll.layout.tensordict_seam import call_network, call_plain, get_entry
 
 Columns: TypeAlias = dict[NestedKey, Tensor]
 
@@ -223,6 +223,42 @@ class Values:
     valid: Tensor | None = None
 
 
+class RowInputs(NamedTuple):
+    """The inputs of a network that reads one row at a time.
+
+    Attributes:
+        root: observations ``[*B, *F]``, by key.
+        following: next observations by the same keys; NaN where they are not known.
+        unknown: bool ``[*B]``, the rows whose next observation the env hid, or None.
+        terminated: bool ``[*B]``, the rows whose next value is 0.
+    """
+
+    root: Columns
+    following: Columns
+    unknown: Tensor | None
+    terminated: Tensor
+
+    def split(self, dim: int, chunks: Chunks) -> "Iterator[RowInputs]":
+        """Yield the inputs of one chunk after another along a batch dim."""
+        count = self.terminated.shape[dim]
+
+        for start, stop in chunks.spans(count):
+            if stop - start == count:  # all rows at once
+                yield self
+                continue
+
+            rows = (*[slice(None)] * dim, slice(start, stop))
+            unknown = self.unknown
+            if unknown is not None:
+                unknown = unknown[rows]
+            yield RowInputs(
+                {key: column[rows] for key, column in self.root.items()},
+                {key: column[rows] for key, column in self.following.items()},
+                unknown,
+                self.terminated[rows],
+            )
+
+
 @dataclass(frozen=True)
 class Observations:
     """A batch's observations and known next observations, all batch dims flattened into one.
@@ -257,26 +293,28 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
     """
     batch = inputs.batch
     network = inputs.network
+    at = inputs.at
 
     # Values that are known.
     value = None
-    if network is None:
-        value = require(batch, inputs.value_key)
-        if next_value is None:
-            next_value = require(batch, next_key(inputs.value_key))
-    elif inputs.skip_existing:
-        value = batch.get(inputs.value_key, None)
-        if next_value is None:
-            next_value = batch.get(next_key(inputs.value_key), None)
-
-    if value is not None and next_value is not None:
-        return Values(value, zeroed(next_value, inputs.at.terminated))
+    if network is None or inputs.skip_existing:
+        value, next_value = _read_values(inputs, next_value)
+        if value is not None and next_value is not None:
+            return Values(value, zeroed(next_value, at.terminated))
+    assert network is not None
 
     # The observations in the batch. Keys missing under "next" may be in final.
-    assert network is not None
-    root = {key: require(batch, key) for key in network.observed}
-    next_columns = [get_entry(batch, key) for key in network.next_observed]
-    following = {key: column for key, column in zip(root, next_columns, strict=True) if column is not None}
+    root: Columns = {}
+    following: Columns = {}
+    for key, following_key in zip(network.observed, network.next_observed, strict=True):
+        column = get_entry(batch, key)
+        if column is None:
+            column = require(batch, key)  # the error says what writes the entry
+        root[key] = column
+
+        next_column = get_entry(batch, following_key)
+        if next_column is not None:
+            following[key] = next_column
     absent = [key for key in root if key not in following]
 
     from_final = None
@@ -285,15 +323,91 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
 
     # Two calls of the network where they are possible, else one over the extended stream.
     if next_value is None and not (absent or inputs.shifted or network.recurrent):
-        return _row_by_row(inputs, network, root, following, value)
+        return _row_by_row(inputs, network, RowInputs(root, following, at.unknown, at.terminated), value)
 
     observations = _flatten(inputs, network, root, following, from_final)
-    if next_value is not None:  # rows only: the stream has no insertions
-        stream = Appended(torch.zeros(0, dtype=torch.int64), inputs.at.ends.numel())
-        value = _values_at_places(inputs, observations, stream, inputs.parameters.now)
-        value = value.reshape(*batch.batch_size, *value.shape[1:])
-        return Values(value, zeroed(next_value, inputs.at.terminated))
+    if next_value is None:
+        return _in_order(inputs, observations, value)
 
+    # rows only: the stream has no insertions
+    stream = Appended(torch.zeros(0, dtype=torch.int64), at.ends.numel())
+    value = _values_at_places(inputs, observations, stream, inputs.parameters.now)
+    value = value.reshape(*batch.batch_size, *value.shape[1:])
+    return Values(value, zeroed(next_value, at.terminated))
+
+
+def _read_values(inputs: ValueInputs, next_value: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return the values that the batch holds, of observations and of next ones; ``next_value`` may be known."""
+    batch = inputs.batch
+    key = inputs.value_key
+
+    if inputs.network is None:
+        value = require(batch, key)
+        if next_value is None:
+            next_value = require(batch, next_key(key))
+        return value, next_value
+
+    if next_value is None:
+        next_value = batch.get(next_key(key), None)
+    return batch.get(key, None), next_value
+
+
+def _row_by_row(inputs: ValueInputs, network: NetworkInputs, rows: RowInputs, value: Tensor | None) -> Values:
+    """Values of observations and next observations of a network that reads one row at a time.
+
+    It is called on one after the other, or once where they are few. ``value``, of the observations, may be known.
+    """
+    now = inputs.parameters.now
+    then = inputs.parameters.following
+    if then is None:
+        then = now
+
+    chunks = inputs.chunks
+    dim = 0
+    parts: Iterable[RowInputs] = (rows,)
+    if not chunks.whole or chunks.dim != 0:
+        dim = chunks.along(inputs.batch.batch_dims)
+        parts = rows.split(dim, chunks)
+    one_call = value is None and now is then and chunks.whole
+
+    # one item per chunk
+    values = []
+    next_values = []
+    for part in parts:
+        filled: Columns = {}
+        for key, column in part.following.items():
+            warn = partial(_warn_of_nan, inputs.warn, key, part.unknown, part.terminated)
+            filled[key] = fill_missing(column, part.root[key], part.unknown, warn)
+
+        shape = part.terminated.shape
+        few = shape.numel() <= _FEW_ROWS and sum(c.nbytes for c in part.root.values()) <= _FEW_BYTES
+        if one_call and few:
+            # Observations first, then next observations, in a single call.
+            pairs = {key: torch.cat([column, filled[key]]) for key, column in part.root.items()}
+            twice = torch.Size([2 * shape[0], *shape[1:]])
+            both = evaluate_network(network.module, pairs, twice, inputs.value_key, now)
+            values.append(both[: shape[0]])
+            next_values.append(both[shape[0] :])
+            continue
+
+        if value is None:
+            values.append(evaluate_network(network.module, part.root, shape, inputs.value_key, now))
+        next_values.append(evaluate_network(network.module, filled, shape, inputs.value_key, then))
+
+    if value is None:
+        value = values[0] if len(values) == 1 else torch.cat(values, dim)
+    next_value = next_values[0] if len(next_values) == 1 else torch.cat(next_values, dim)
+    return Values(value, zeroed(next_value, inputs.at.terminated))
+
+
+def _in_order(inputs: ValueInputs, observations: Observations, value: Tensor | None) -> Values:
+    """Values of a network that reads the rows of a run in order, or whose next observations are in other rows.
+
+    ``value``, of the observations, may be known.
+
+    Raises:
+        ValueError: n-step rows, or ``shifted`` with two sets of parameters.
+    """
     if inputs.n_step:
         raise ValueError(
             "n-step rows are followed by an observation several rows later, so one call over the rows (shifted=True, "
@@ -301,9 +415,10 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
             "before the n-step transform, or use shifted=False with a network that reads one row at a time"
         )
 
-    following_parameters = inputs.parameters.following
-    if following_parameters is None:
-        return _over_stream(inputs, observations, inputs.parameters.now, value)
+    now = inputs.parameters.now
+    then = inputs.parameters.following
+    if then is None:
+        return _over_stream(inputs, observations, now, value)
 
     if inputs.shifted:
         raise ValueError(
@@ -312,74 +427,8 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
         )
 
     if value is None:  # the stream twice, once with each set of parameters
-        value = _over_stream(inputs, observations, inputs.parameters.now, None).value
-    following_values = _over_stream(inputs, observations, following_parameters, None)
-    return Values(value, following_values.next_value)
-
-
-def _row_by_row(
-    inputs: ValueInputs, network: NetworkInputs, root: Columns, following: Columns, value: Tensor | None
-) -> Values:
-    """Values of observations and next observations of a network that reads one row at a time.
-
-    It is called on one after the other, or once where they are few. ``value``, of the observations, may be known.
-    """
-    at = inputs.at
-    chunks = inputs.chunks
-    now = inputs.parameters.now
-    then = inputs.parameters.following
-    if then is None:
-        then = now
-    one_call = value is None and now is then and chunks.whole
-
-    dim = 0
-    spans = iter([(0, len(at.ends))])
-    if not chunks.whole or chunks.dim != 0:
-        dim = chunks.along(inputs.batch.batch_dims)
-        spans = chunks.spans(inputs.batch.shape[dim])
-
-    # one item per chunk
-    values = []
-    next_values = []
-    for start, stop in spans:
-        part = root
-        after = following
-        unknown = at.unknown
-        over = at.terminated
-        if stop - start != over.shape[dim]:  # not all rows at once
-            chunk = (*[slice(None)] * dim, slice(start, stop))  # rows start to stop along dim
-            part = {key: column[chunk] for key, column in root.items()}
-            after = {key: column[chunk] for key, column in following.items()}
-            over = over[chunk]
-            if unknown is not None:
-                unknown = unknown[chunk]
-
-        filled: Columns = {}
-        for key, column in after.items():
-            warn = partial(_warn_of_nan, inputs.warn, key, unknown, over)
-            filled[key] = fill_missing(column, part[key], unknown, warn)
-
-        # of the chunk: count is where dim 0 is split below
-        count = len(over)
-        shape = over.shape
-        if one_call and over.numel() <= _FEW_ROWS and sum(c.nbytes for c in part.values()) <= _FEW_BYTES:
-            # Observations first, then next observations, in a single call.
-            pairs = {key: torch.cat([column, filled[key]]) for key, column in part.items()}
-            both = evaluate_network(
-                network.module, pairs, torch.Size([2 * count, *shape[1:]]), inputs.value_key, now
-            )
-            values.append(both[:count])
-            next_values.append(both[count:])
-            continue
-
-        if value is None:
-            values.append(evaluate_network(network.module, part, shape, inputs.value_key, now))
-        next_values.append(evaluate_network(network.module, filled, shape, inputs.value_key, then))
-
-    if value is None:
-        value = values[0] if len(values) == 1 else torch.cat(values, dim)
-    next_value = next_values[0] if len(next_values) == 1 else torch.cat(next_values, dim)
-    return Values(value, zeroed(next_value, at.terminated))
+        value = _over_stream(inputs, observations, now, None).value
+    return Values(value, _over_stream(inputs, observations, then, None).next_value)
 
 
 def _flatten(
@@ -610,8 +659,10 @@ def _final_tells(inputs: ValueInputs, observations: Observations) -> bool:
         return False
     if observations.unknown is not None or observations.nowhere or network is None or network.recurrent:
         return False
-    parts = network.module.modules()
-    return not any(isinstance(part, torch.nn.modules.batchnorm._NormBase) and part.training for part in parts)
+    # what all of torch's layers have whose statistics are those of a batch
+    return not any(
+        hasattr(part, "track_running_stats") and part.training for part in network.module.modules()
+    )
 
 
 def _rows_in_final(observations: Observations, bootstrapped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -727,20 +778,24 @@ def evaluate_network(
     """Return the network's output under ``value_key``, ``[*shape, *F]``, for these input columns.
 
     ``parameters`` take the place of its own. A KeyError says that it writes no such entry, a ValueError that the
-    value has no trailing dim.
+    value is not one for each row, with a trailing dim.
     """
     # The parameters replace the network's own only during the call.
     with nullcontext() if parameters is None else parameters.to_module(network):
-        out = call_network(network, TensorDict(dict(columns), batch_size=shape))
+        outputs: Any = None
+        if value_key in network.out_keys:
+            outputs = call_plain(network, columns)
+        if outputs is None:
+            outputs = call_network(network, TensorDict(dict(columns), batch_size=shape))
 
-    value: Tensor | None = out.get(value_key, None)
+    value: Tensor | None = outputs.get(value_key, None)
     if value is None:
         raise KeyError(
             f"value_network wrote no entry {value_key!r}: its out_keys are {list(network.out_keys)}; "
             "name the one that holds the value with value_key="
         )
 
-    if value.ndim == len(shape):
+    if value.ndim == len(shape) or value.shape[: len(shape)] != shape:
         raise ValueError(
             f"value_network, given a batch of {tuple(shape)}, must write {value_key!r} of shape {(*shape, 1)}, "
             f"got {tuple(value.shape)}"

@@ -63,10 +63,12 @@ def run_ends(
 
         flags: list[Tensor | None] = []
         for key in (done_key, is_init_key, mask_key):
-            flag = None if key is None else get_entry(batch, key)
-            if flag is not None:
-                flag = flat_column(flag, batch, key, flag=True)
-            flags.append(flag)
+            column = None
+            if key is not None:
+                column = get_entry(batch, key)
+                if column is not None:
+                    column = flat_column(column, batch, key, flag=True)
+            flags.append(column)
         done, is_init, mask = flags
 
         ids: Tensor | None = None
@@ -81,9 +83,16 @@ def run_ends(
         raise
 
     if done is None and is_init is None and ids is None:
-        error = missing_marker(is_init_key, batch.keys(True, True))
-        raise KeyError(f"{error.args[0]}. Any one of {is_init_key!r}, {done_key!r}, {traj_key!r} is enough")
+        raise no_markers_error(batch, is_init_key, done_key, traj_key)
     return ends_from(done, is_init, ids, mask)
+
+
+def no_markers_error(
+    batch: TensorDictBase, is_init_key: NestedKey, done_key: NestedKey | None, traj_key: NestedKey | None
+) -> KeyError:
+    """Return the error for a batch without any of the markers from which :func:`run_ends` finds runs."""
+    error = missing_marker(is_init_key, batch.keys(True, True))
+    return KeyError(f"{error.args[0]}. Any one of {is_init_key!r}, {done_key!r}, {traj_key!r} is enough")
 
 
 def ends_from(
