@@ -543,8 +543,6 @@ class ValueEstimator(TensorDictModuleBase):
         """Estimate on a batch with time in any of its dims: turned to the last one and back here."""
         if not isinstance(batch, TensorDictBase):
             check_rows(batch)
-        if self._keys_of[0] is not self.value_network:
-            self.set_keys()  # the network was replaced and may read other entries
 
         # The dim of time.
         last = batch.batch_dims - 1
@@ -588,6 +586,9 @@ class ValueEstimator(TensorDictModuleBase):
 
     def _estimate_series(self, series: Series) -> Estimate:
         """Estimate on a batch whose last dim is time."""
+        if self._keys_of[0] is not self.value_network:
+            self.set_keys()  # the network was replaced and may read other entries
+
         columns = self._read(series.batch)
         batch = columns.batch
         reward = columns.reward

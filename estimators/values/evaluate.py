@@ -9,7 +9,7 @@ none is known, the row's own observation is used, with a warning.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -224,7 +224,7 @@ class Values:
 
 
 class RowInputs(NamedTuple):
-    """The inputs of a network that reads one row at a time.
+    """What a value network reads at each row of a batch and after it.
 
     Attributes:
         root: observations ``[*B, *F]``, by key.
@@ -296,16 +296,18 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
     at = inputs.at
 
     # Values that are known.
+    if network is None:
+        return _read_values(inputs, next_value)
     value = None
-    if network is None or inputs.skip_existing:
-        value, next_value = _read_values(inputs, next_value)
-        if value is not None and next_value is not None:
-            return Values(value, zeroed(next_value, at.terminated))
-    assert network is not None
+    if inputs.skip_existing:
+        value, next_value = _existing_values(inputs, next_value)
+    if value is not None and next_value is not None:
+        return Values(value, zeroed(next_value, at.terminated))
 
     # The observations in the batch. Keys missing under "next" may be in final.
     root: Columns = {}
     following: Columns = {}
+    absent: list[NestedKey] = []
     for key, following_key in zip(network.observed, network.next_observed, strict=True):
         column = get_entry(batch, key)
         if column is None:
@@ -313,46 +315,46 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
         root[key] = column
 
         next_column = get_entry(batch, following_key)
-        if next_column is not None:
+        if next_column is None:
+            absent.append(key)
+        else:
             following[key] = next_column
-    absent = [key for key in root if key not in following]
 
     from_final = None
     if inputs.final is not None:
         from_final = read_final(inputs.final, absent, wanted="the collector.final of this batch")
 
     # Two calls of the network where they are possible, else one over the extended stream.
-    if next_value is None and not (absent or inputs.shifted or network.recurrent):
-        return _row_by_row(inputs, network, RowInputs(root, following, at.unknown, at.terminated), value)
+    rows = RowInputs(root, following, at.unknown, at.terminated)
+    if next_value is not None or absent or inputs.shifted or network.recurrent:
+        return _in_order(inputs, _flatten(inputs, network, rows, from_final), value, next_value)
 
-    observations = _flatten(inputs, network, root, following, from_final)
-    if next_value is None:
-        return _in_order(inputs, observations, value)
-
-    # rows only: the stream has no insertions
-    stream = Appended(torch.zeros(0, dtype=torch.int64), at.ends.numel())
-    value = _values_at_places(inputs, observations, stream, inputs.parameters.now)
-    value = value.reshape(*batch.batch_size, *value.shape[1:])
+    if inputs.chunks.whole and inputs.chunks.dim == 0:
+        value, next_value = _row_by_row(inputs, network, rows, value)
+    else:
+        value, next_value = _chunk_by_chunk(inputs, network, rows, value)
     return Values(value, zeroed(next_value, at.terminated))
 
 
-def _read_values(inputs: ValueInputs, next_value: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the values that the batch holds, of observations and of next ones; ``next_value`` may be known."""
-    batch = inputs.batch
-    key = inputs.value_key
-
-    if inputs.network is None:
-        value = require(batch, key)
-        if next_value is None:
-            next_value = require(batch, next_key(key))
-        return value, next_value
-
+def _read_values(inputs: ValueInputs, next_value: Tensor | None) -> Values:
+    """Return the values that the batch must hold where no network is called; ``next_value`` may be known."""
+    value = require(inputs.batch, inputs.value_key)
     if next_value is None:
-        next_value = batch.get(next_key(key), None)
-    return batch.get(key, None), next_value
+        next_value = require(inputs.batch, next_key(inputs.value_key))
+    return Values(value, zeroed(next_value, inputs.at.terminated))
 
 
-def _row_by_row(inputs: ValueInputs, network: NetworkInputs, rows: RowInputs, value: Tensor | None) -> Values:
+def _existing_values(inputs: ValueInputs, next_value: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return those values of observations and of next ones that the batch holds; ``next_value`` may be known."""
+    value = inputs.batch.get(inputs.value_key, None)
+    if next_value is None:
+        next_value = inputs.batch.get(next_key(inputs.value_key), None)
+    return value, next_value
+
+
+def _row_by_row(
+    inputs: ValueInputs, network: NetworkInputs, rows: RowInputs, value: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Values of observations and next observations of a network that reads one row at a time.
 
     It is called on one after the other, or once where they are few. ``value``, of the observations, may be known.
@@ -362,52 +364,72 @@ def _row_by_row(inputs: ValueInputs, network: NetworkInputs, rows: RowInputs, va
     if then is None:
         then = now
 
-    chunks = inputs.chunks
-    dim = 0
-    parts: Iterable[RowInputs] = (rows,)
-    if not chunks.whole or chunks.dim != 0:
-        dim = chunks.along(inputs.batch.batch_dims)
-        parts = rows.split(dim, chunks)
-    one_call = value is None and now is then and chunks.whole
+    # Next observations that are not known are replaced by the row's own.
+    following: Columns = {}
+    for key, column in rows.following.items():
+        warn = partial(_warn_of_nan, inputs.warn, key, rows.unknown, rows.terminated)
+        following[key] = fill_missing(column, rows.root[key], rows.unknown, warn)
+
+    module = network.module
+    key = inputs.value_key
+    shape = rows.terminated.shape
+    count = shape[0]
+    few = shape.numel() <= _FEW_ROWS and sum(c.nbytes for c in rows.root.values()) <= _FEW_BYTES
+
+    if value is None and now is then and inputs.chunks.whole and few:
+        # Observations first, then next observations, in a single call.
+        pairs = {key: torch.cat([column, following[key]]) for key, column in rows.root.items()}
+        both = evaluate_network(module, pairs, torch.Size([2 * count, *shape[1:]]), key, now)
+        return both[:count], both[count:]
+
+    if value is None:
+        value = evaluate_network(module, rows.root, shape, key, now)
+    return value, evaluate_network(module, following, shape, key, then)
+
+
+def _chunk_by_chunk(
+    inputs: ValueInputs, network: NetworkInputs, rows: RowInputs, value: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Do the same as :func:`_row_by_row` on one chunk of the rows after another."""
+    dim = inputs.chunks.along(inputs.batch.batch_dims)
 
     # one item per chunk
     values = []
     next_values = []
-    for part in parts:
-        filled: Columns = {}
-        for key, column in part.following.items():
-            warn = partial(_warn_of_nan, inputs.warn, key, part.unknown, part.terminated)
-            filled[key] = fill_missing(column, part.root[key], part.unknown, warn)
-
-        shape = part.terminated.shape
-        few = shape.numel() <= _FEW_ROWS and sum(c.nbytes for c in part.root.values()) <= _FEW_BYTES
-        if one_call and few:
-            # Observations first, then next observations, in a single call.
-            pairs = {key: torch.cat([column, filled[key]]) for key, column in part.root.items()}
-            twice = torch.Size([2 * shape[0], *shape[1:]])
-            both = evaluate_network(network.module, pairs, twice, inputs.value_key, now)
-            values.append(both[: shape[0]])
-            next_values.append(both[shape[0] :])
-            continue
-
-        if value is None:
-            values.append(evaluate_network(network.module, part.root, shape, inputs.value_key, now))
-        next_values.append(evaluate_network(network.module, filled, shape, inputs.value_key, then))
+    for chunk in rows.split(dim, inputs.chunks):
+        chunk_value, chunk_next_value = _row_by_row(inputs, network, chunk, value)
+        values.append(chunk_value)
+        next_values.append(chunk_next_value)
 
     if value is None:
-        value = values[0] if len(values) == 1 else torch.cat(values, dim)
-    next_value = next_values[0] if len(next_values) == 1 else torch.cat(next_values, dim)
-    return Values(value, zeroed(next_value, inputs.at.terminated))
+        value = _join(values, dim)
+    return value, _join(next_values, dim)
 
 
-def _in_order(inputs: ValueInputs, observations: Observations, value: Tensor | None) -> Values:
+def _join(chunks: list[Tensor], dim: int = 0) -> Tensor:
+    """Concatenate the values of chunks; a single one is not copied."""
+    if len(chunks) == 1:
+        return chunks[0]
+    return torch.cat(chunks, dim)
+
+
+def _in_order(
+    inputs: ValueInputs, observations: Observations, value: Tensor | None, next_value: Tensor | None
+) -> Values:
     """Values of a network that reads the rows of a run in order, or whose next observations are in other rows.
 
-    ``value``, of the observations, may be known.
+    One of the two, of observations and of next observations, may be known.
 
     Raises:
         ValueError: n-step rows, or ``shifted`` with two sets of parameters.
     """
+    at = inputs.at
+    if next_value is not None:  # rows only: the stream has no insertions
+        stream = Appended(torch.zeros(0, dtype=torch.int64), at.ends.numel())
+        value = _values_at_places(inputs, observations, stream, inputs.parameters.now)
+        value = value.reshape(*at.ends.shape, *value.shape[1:])
+        return Values(value, zeroed(next_value, at.terminated))
+
     if inputs.n_step:
         raise ValueError(
             "n-step rows are followed by an observation several rows later, so one call over the rows (shifted=True, "
@@ -432,7 +454,7 @@ def _in_order(inputs: ValueInputs, observations: Observations, value: Tensor | N
 
 
 def _flatten(
-    inputs: ValueInputs, network: NetworkInputs, root: Columns, following: Columns, final: Final | None
+    inputs: ValueInputs, network: NetworkInputs, rows: RowInputs, final: Final | None
 ) -> Observations:
     """Return the observations with all batch dims flattened, and the other inputs of recurrent modules."""
     batch = inputs.batch
@@ -449,7 +471,7 @@ def _flatten(
                 "collector.final as it came with the batch"
             )
 
-    columns = {key: flat_rows(column, dims) for key, column in root.items()}
+    columns = {key: flat_rows(column, dims) for key, column in rows.root.items()}
     starts = None
     # For recurrent modules the computed boundaries, not the markers of the batch, say where runs start.
     if network.recurrent:
@@ -459,16 +481,16 @@ def _flatten(
         columns[network.is_init_key] = is_init
         starts = (network.is_init_key, is_init)
 
-    unknown = inputs.at.unknown
+    unknown = rows.unknown
     if unknown is not None:
         unknown = unknown.reshape(-1)
 
     return Observations(
         root=columns,
-        next={key: flat_rows(column, dims) for key, column in following.items()},
+        next={key: flat_rows(column, dims) for key, column in rows.following.items()},
         final=next_final,
         final_row=final_row,
-        nowhere=[key for key in root if key not in following and key not in next_final],
+        nowhere=[key for key in rows.root if key not in rows.following and key not in next_final],
         unknown=unknown,
         starts=starts,
     )
@@ -557,9 +579,7 @@ def _values_at_places(
         columns = _columns_at_places(inputs, observations, stream, start, stop)
         values.append(evaluate_network(module, columns, torch.Size([stop - start]), key, parameters))
 
-    if len(values) == 1:
-        return values[0]
-    return torch.cat(values)
+    return _join(values)
 
 
 def _columns_at_places(
