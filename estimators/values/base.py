@@ -1,8 +1,7 @@
 """The base class of value estimators: reads the batch, evaluates the network, writes the result."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, TypedDict, Unpack
+from typing import Any, ClassVar, Literal, TypedDict, Unpack
 
 import torch
 from tensordict import TensorDictBase
@@ -31,6 +30,7 @@ from flatroll.estimators.values.evaluate import (
 )
 from flatroll.estimators.values.extended_stream import Boundaries
 from flatroll.estimators.values.order import OrderCheck
+from flatroll.estimators.values.records import Estimate, EstimatorInputs, Series, SeriesColumns
 from flatroll.kernels.scan import is_tracing, zeroed
 from flatroll.layout.boundaries import ends_from, no_markers_error
 from flatroll.layout.checks import (
@@ -95,127 +95,6 @@ class EstimatorOptions(TypedDict, total=False):
 
 #: Names of entries under ``"next"``.
 _UNDER_NEXT = ("reward", "done", "terminated")
-
-
-@dataclass(frozen=True)
-class EstimatorInputs:
-    """Inputs of an estimator: rewards and values ``[*B, T, *F]`` and flags ``[*B, T]``, time dim last.
-
-    Attributes:
-        batch: the batch.
-        at: its boundaries.
-        value: of each row's observation.
-        next_value: of its next one.
-        reward, terminated, ends: as the functions of ``flatroll.estimators.functional`` take them.
-        time_dim: likewise.
-        factors: what the estimator names in ``factor_names``, by name: numbers, or one number per row in the order
-            of these columns.
-        chunks: rows passed to a network at a time.
-    """
-
-    batch: TensorDictBase
-    at: Boundaries
-    value: Tensor
-    next_value: Tensor
-    reward: Tensor
-    terminated: Tensor
-    ends: Tensor
-    time_dim: int
-    factors: dict[str, float | Tensor]
-    chunks: Chunks
-
-
-class Series(NamedTuple):
-    """The arguments of one call, with time in the last dim of the batch.
-
-    Attributes:
-        batch: ``[*B, T]``.
-        factors: what the estimator names in ``factor_names``, by name.
-        chunks: rows passed to the network at a time.
-        parameters: in place of the network's own.
-        next_value: of the next observations, ``[*B, T, *F]``, if they are known already.
-        final: the next observations that no row of a compact batch holds.
-    """
-
-    batch: TensorDictBase
-    factors: dict[str, float | Tensor]
-    chunks: Chunks
-    parameters: Parameters
-    next_value: Tensor | None
-    final: TensorDictBase | None
-
-    def turned(self, dim: int, reward_key: NestedKey) -> "Series":
-        """Return the same arguments with the batch's dim ``dim`` as its last."""
-        dims = self.batch.batch_dims
-        shape = require(self.batch, reward_key, REWARD).shape
-        if shape == self.batch.batch_size:
-            shape = torch.Size([*shape, 1])
-
-        factors = dict(self.factors)
-        for name, x in self.factors.items():
-            if isinstance(x, Tensor) and x.ndim:
-                factors[name] = factor_over(name, x, shape, dims).transpose(dim, dims - 1)
-
-        next_value = self.next_value
-        if next_value is not None:
-            next_value = next_value.transpose(dim, dims - 1)
-
-        return self._replace(
-            batch=self.batch.transpose(dim, dims - 1),
-            factors=factors,
-            chunks=self.chunks.transposed(dims, dim, dims - 1),
-            next_value=next_value,
-        )
-
-
-class SeriesColumns(NamedTuple):
-    """What an estimator itself reads of a batch ``[*B, T]``; each entry is looked up once.
-
-    Attributes:
-        batch: what its networks read; 0 in padding.
-        reward: floating ``[*B, T, *F]``, scaled.
-        at: the boundaries.
-        mask: bool ``[*B, T]``, False at padding; None without any.
-        steps: of n-step rows, the steps to their next observations ``[*B, T]`` or ``[*B, T, 1]``; None for one step.
-    """
-
-    batch: TensorDictBase
-    reward: Tensor
-    at: Boundaries
-    mask: Tensor | None
-    steps: Tensor | None
-
-
-class Estimate(NamedTuple):
-    """What an estimator has computed of a batch: ``[*B, T, *F]``.
-
-    Attributes:
-        reward: as it was read.
-        advantage, target, value, next_value: of each row; the next value is 0 where terminated.
-        valid: bool ``[*B, T]``, the rows that count; None for all.
-    """
-
-    reward: Tensor
-    advantage: Tensor
-    target: Tensor
-    value: Tensor
-    next_value: Tensor
-    valid: Tensor | None
-
-    def turned(self, dim: int, last: int) -> "Estimate":
-        """Return the same with two dims swapped."""
-        valid = self.valid
-        if valid is not None:
-            valid = valid.transpose(dim, last)
-
-        return Estimate(
-            reward=self.reward.transpose(dim, last),
-            advantage=self.advantage.transpose(dim, last),
-            target=self.target.transpose(dim, last),
-            value=self.value.transpose(dim, last),
-            next_value=self.next_value.transpose(dim, last),
-            valid=valid,
-        )
 
 
 def chunks_from(options: EstimatorOptions) -> Chunks:
@@ -540,7 +419,7 @@ class ValueEstimator(TensorDictModuleBase):
         next_value: Tensor | None,
         final: TensorDictBase | None,
     ) -> Estimate:
-        """Estimate on a batch with time in any of its dims: turned to the last one and back here."""
+        """Compute what is written for a batch; time may be any of its dims."""
         if not isinstance(batch, TensorDictBase):
             check_rows(batch)
 
@@ -585,7 +464,7 @@ class ValueEstimator(TensorDictModuleBase):
         return estimate
 
     def _estimate_series(self, series: Series) -> Estimate:
-        """Estimate on a batch whose last dim is time."""
+        """Do the same for a batch whose last dim is time."""
         if self._keys_of[0] is not self.value_network:
             self.set_keys()  # the network was replaced and may read other entries
 
@@ -662,7 +541,7 @@ class ValueEstimator(TensorDictModuleBase):
         return Estimate(reward, advantage, target, values.value, values.next_value, valid)
 
     def _read(self, batch: TensorDictBase) -> SeriesColumns:
-        """Read reward and markers of a batch ``[*B, T]``."""
+        """Read the reward and the markers of a batch ``[*B, T]``, and find its boundaries."""
         keys = self.places
 
         # The reward.
