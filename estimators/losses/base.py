@@ -306,7 +306,7 @@ class LossModule(TensorDictModuleBase):
         self.in_keys = self.in_keys  # a subclass with its own in_keys sets them again afterwards
 
     def _name_entries(self, keys: Mapping[str, NestedKey]) -> None:
-        """Keep the keys of entries by name, and where a batch has these."""
+        """Set the keys of all entries, by name."""
         self.tensor_keys = KeyNames(keys)
         #: The batch key of each entry, by its name in :attr:`tensor_keys`.
         self.places = dict(keys)

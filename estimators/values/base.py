@@ -557,21 +557,20 @@ class ValueEstimator(TensorDictModuleBase):
             reward = self.reward_scale.scaled(reward)
 
         # The markers, and where runs end.
-        markers: dict[str, Tensor | None] = {}
-        for name in ("done", "is_init", "mask", "terminated", "traj_ids"):
-            column = get_entry(batch, keys[name])
-            if column is not None:
-                column = flat_column(column, batch, keys[name], flag=name != "traj_ids")
-            markers[name] = column
+        flags: list[Tensor | None] = []
+        for name in ("done", "is_init", "mask", "terminated"):
+            flag = get_entry(batch, keys[name])
+            if flag is not None:
+                flag = flat_column(flag, batch, keys[name], flag=True)
+            flags.append(flag)
+        done, is_init, mask, terminated = flags
 
-        done = markers["done"]
-        is_init = markers["is_init"]
-        ids = markers["traj_ids"]
-        mask = markers["mask"]
+        ids = get_entry(batch, keys["traj_ids"])
+        if ids is not None:
+            ids = flat_column(ids, batch, keys["traj_ids"])
+
         if done is None and is_init is None and ids is None:
             raise no_markers_error(batch, keys["is_init"], keys["done"], keys["traj_ids"])
-
-        terminated = markers["terminated"]
         if terminated is None:
             terminated = marker(batch, keys["terminated"])  # the error says what writes the entry
         at = Boundaries(ends_from(done, is_init, ids, mask), terminated, None)

@@ -57,7 +57,7 @@ class Series(NamedTuple):
 
 
 class SeriesColumns(NamedTuple):
-    """What an estimator itself reads of a batch ``[*B, T]``; each entry is looked up once.
+    """What an estimator itself reads of a batch ``[*B, T]``, once in a call.
 
     Attributes:
         batch: what its networks read; 0 in padding.

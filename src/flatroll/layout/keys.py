@@ -11,7 +11,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
 
-from flatroll.layout.checks import as_text, check_key_names, check_keys, check_rows, did_you_mean
+from flatroll.layout.checks import as_text, check_flags, check_key_names, check_keys, check_rows, did_you_mean
 
 #: The name of an entry: a string, or a tuple of strings for an entry of a nested tensordict.
 NestedKey: TypeAlias = str | tuple[str, ...]
@@ -298,6 +298,7 @@ def flat_column(column: Tensor, batch: TensorDictBase, key: NestedKey, *, flag: 
     if not isinstance(column, Tensor):
         raise TypeError(f"batch[{key!r}] must be a tensor, got {as_text(column)}")
     if flag and column.dtype is not torch.bool:
+        check_flags(flag=flag)
         raise TypeError(f"batch[{key!r}] must be bool, got {column.dtype}: cast it with .bool()")
 
     try:
