@@ -1,7 +1,7 @@
 """`RewardScale`: divides rewards by the running deviation of the discounted return."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from flatroll.estimators.functional import unit_interval
 from flatroll.kernels.scan import segmented_scan
-from flatroll.layout.boundaries import run_ends, starts_from
+from flatroll.layout.boundaries import ends_from, starts_from
 from flatroll.layout.checks import as_text, check_dense_tensor, check_keys, check_number, check_rows
 from flatroll.layout.keys import (
     DONE,
@@ -28,7 +28,6 @@ from flatroll.layout.keys import (
     under_next,
 )
 from flatroll.layout.moments import Moments
-from flatroll.layout.tensordict_seam import nest
 
 #: If the rows of a batch and the open trajectories are more than this in total, stale trajectories are dropped.
 _MOST_OPEN = 2**20
@@ -36,6 +35,33 @@ _MOST_OPEN = 2**20
 _PLACES = 2**14
 #: Marks a row without a trajectory, and an unused place for one.
 _NO_ID = torch.iinfo(torch.int64).min
+
+
+class _Rows(NamedTuple):
+    """Rows of trajectories, each ``[N]``.
+
+    Attributes:
+        reward: float64; of an open trajectory, its return so far.
+        ids: int64, the trajectory, or ``_NO_ID``.
+        done, is_init: bool, the last and first rows of episodes.
+        counted: bool, rows of a batch, in contrast to padding and open trajectories.
+    """
+
+    reward: Tensor
+    ids: Tensor
+    done: Tensor
+    is_init: Tensor
+    counted: Tensor
+
+    def behind(self, earlier: "_Rows") -> "_Rows":
+        """Return these rows behind ``earlier`` ones, on the device of these."""
+        home = self.reward.device
+        pairs = zip(earlier, self, strict=True)
+        return _Rows(*[torch.cat([x.to(home), y.reshape(-1).to(home)]) for x, y in pairs])
+
+    def at(self, index: Tensor) -> "_Rows":
+        """Return the rows of an index or a mask."""
+        return _Rows(*[x[index] for x in self])
 
 
 class RewardScale(TensorDictModuleBase):
@@ -154,6 +180,39 @@ class RewardScale(TensorDictModuleBase):
         if not self.training:
             return
 
+        rows, mask = self._read(batch)
+        count = len(rows.reward)
+        # On a device no shape may depend on values: rows and trajectories are marked instead of left out.
+        home = rows.reward.device
+        leaves_out = home.type == "cpu" or self.open_ids.device != home
+
+        if mask is not None and leaves_out:
+            rows = rows.at(mask)
+        elif mask is not None:
+            rows = rows._replace(
+                reward=rows.reward.masked_fill(~mask, 0),
+                ids=rows.ids.masked_fill(~mask, _NO_ID),
+                counted=mask,
+            )
+
+        # Prepend each open trajectory as one row whose reward is its return so far. Sorting by id makes
+        # trajectories contiguous.
+        rows = rows.behind(self._open_rows(leaves_out))
+        ids, order = rows.ids.sort(stable=True)
+        if not len(ids):
+            return
+        rows = rows.at(order)
+
+        # The scan runs backward in time: on flipped rows the starts of runs are their ends.
+        starts = starts_from(ends_from(rows.done, rows.is_init, rows.ids))
+        returns = segmented_scan(self.gamma, rows.reward.flip(0), starts.flip(0)).flip(0)
+        self.statistics.add((f"the return of batch[{self.in_key!r}]", returns, rows.counted))
+
+        # together: an interrupt must not come between
+        self.open_ids, self.open_returns = self._still_open(rows, returns, leaves_out, count)
+
+    def _read(self, batch: TensorDictBase) -> tuple[_Rows, Tensor | None]:
+        """Return the rows ``[*B]`` of a batch, and its mask."""
         check_rows(batch)
         key = self.in_key
         reward = require(batch, key, REWARD)
@@ -162,67 +221,50 @@ class RewardScale(TensorDictModuleBase):
         if not reward.is_floating_point():
             raise TypeError(f"batch[{key!r}] must be floating, got {reward.dtype}: cast it with .float()")
 
-        home = reward.device
-        # On a device no shape may depend on values: rows and trajectories are marked instead of left out.
-        leaves_out = home.type == "cpu" or self.open_ids.device != home
-
         rewards = flat_column(reward, batch, key).double()
-        traj_ids = flat_column(require(batch, TRAJ_IDS), batch, TRAJ_IDS).long()
+        ids = flat_column(require(batch, TRAJ_IDS), batch, TRAJ_IDS).long()
         done = marker(batch, DONE)
         is_init = optional_marker(batch, IS_INIT)
-        mask = optional_marker(batch, MASK)
         if is_init is None:
             is_init = torch.zeros_like(done)
-        rows = [rewards, traj_ids, done, is_init, torch.ones_like(done)]
-        if mask is not None and leaves_out:
-            rows = [row[mask] for row in rows]
-        elif mask is not None:
-            rows = [rewards.masked_fill(~mask, 0), traj_ids.masked_fill(~mask, _NO_ID), done, is_init, mask]
 
-        # Prepend each open trajectory as one row whose reward is its return so far. Sorting by id makes
-        # trajectories contiguous.
-        open_ids = self.open_ids
-        open_returns = self.open_returns
+        return _Rows(rewards, ids, done, is_init, torch.ones_like(done)), optional_marker(batch, MASK)
+
+    def _open_rows(self, leaves_out: bool) -> _Rows:
+        """Return a row for each open trajectory."""
+        ids = self.open_ids
+        returns = self.open_returns
         if leaves_out:
-            used = open_ids != _NO_ID  # of a state that was saved on a device
-            open_ids = open_ids[used]
-            open_returns = open_returns[used]
-        none = torch.zeros_like(open_ids, dtype=torch.bool)
-        before = (open_returns, open_ids, none, none, none)
-        columns = [torch.cat([x.to(home), y.reshape(-1).to(home)]) for x, y in zip(before, rows, strict=True)]
+            used = ids != _NO_ID  # of a state that was saved on a device
+            ids = ids[used]
+            returns = returns[used]
 
-        ids, order = columns[1].sort(stable=True)
-        if not len(ids):
-            return
+        none = torch.zeros_like(ids, dtype=torch.bool)
+        return _Rows(returns, ids, none, none, none)
 
-        given, _, done, first, counted = (x[order] for x in columns)
-        markers: dict[NestedKey, Tensor] = {DONE: done, IS_INIT: first, TRAJ_IDS: ids}
-        ends = run_ends(nest(markers, len(ids)))
-
-        # The scan runs backward in time: on flipped rows the starts of runs are their ends.
-        returns = segmented_scan(self.gamma, given.flip(0), starts_from(ends).flip(0)).flip(0)
-        self.statistics.add((f"the return of batch[{key!r}]", returns, counted))
-
-        goes_on = ~done
+    def _still_open(
+        self, rows: _Rows, returns: Tensor, leaves_out: bool, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return ids and returns of the trajectories that go on, given rows in the order of their ids, from a batch
+        of ``count``."""
+        ids = rows.ids
+        goes_on = ~rows.done
         goes_on[:-1] &= ids[1:] != ids[:-1]  # the newest row of each trajectory
+
         if leaves_out:
             if len(ids) > _MOST_OPEN:
-                goes_on &= counted  # trajectories without rows in this batch may never continue
+                goes_on &= rows.counted  # trajectories without rows in this batch may never continue
             kept = goes_on
         else:
             goes_on &= ids != _NO_ID
             ids = ids.masked_fill(~goes_on, _NO_ID)
             returns = returns.masked_fill(~goes_on, 0)  # else unused places, which are one run, would add up
             # first those with rows in this batch, then the others, then rows after which nothing goes on
-            rank = goes_on.byte() + (goes_on & counted)
-            places = max(_PLACES, len(self.open_ids), len(rewards))
+            rank = goes_on.byte() + (goes_on & rows.counted)
+            places = max(_PLACES, len(self.open_ids), count)
             kept = rank.argsort(descending=True, stable=True)[:places]
 
-        # together: an interrupt must not come between
-        self.open_ids, self.open_returns = (
-            ids[kept].to(self.open_ids),
-            returns[kept].to(self.open_returns),
-        )
+        return ids[kept].to(self.open_ids), returns[kept].to(self.open_returns)
 
     @override
     def _load_from_state_dict(

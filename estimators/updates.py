@@ -113,19 +113,13 @@ class UpdateStep:
             )
 
         if type(optimizer) in (Adam, AdamW):
-            for group in optimizer.param_groups:
-                chosen = any(group[name] is not None for name in ("fused", "foreach"))
-                fits = all(x.is_cpu and x.is_floating_point() for x in group["params"])
-                if fits and not (chosen or group["differentiable"] or group["capturable"]):
-                    group["fused"] = True
+            _fuse(optimizer)
 
         self.loss = loss
         self.optimizer = optimizer
         self.updater = updater
         self.max_grad_norm = max_grad_norm
-
         self.autocast = autocast
-
         self.compile_seconds = 0.0
 
         self._graph = _Graph(self) if compile else None
@@ -267,6 +261,15 @@ class UpdateStep:
             total = total + value
 
         return total, numbers
+
+
+def _fuse(optimizer: Optimizer) -> None:
+    """Let Adam step with one kernel on the CPU, in groups that leave the choice to torch."""
+    for group in optimizer.param_groups:
+        chosen = any(group[name] is not None for name in ("fused", "foreach"))
+        fits = all(x.is_cpu and x.is_floating_point() for x in group["params"])
+        if fits and not (chosen or group["differentiable"] or group["capturable"]):
+            group["fused"] = True
 
 
 def _where(error: RuntimeError) -> str:

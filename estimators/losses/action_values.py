@@ -35,7 +35,6 @@ from flatroll.layout.boundaries import run_ends
 from flatroll.layout.checks import check_choice, check_whole_number
 from flatroll.layout.keys import (
     NEXT_KNOWN,
-    KeyNames,
     NestedKey,
     flat_column,
     marker,
@@ -118,7 +117,7 @@ class OffPolicyLoss(LossModule):
         diagnostics: bool = True,
     ) -> None:
         super().__init__(reduction=reduction, burn_in=burn_in, diagnostics=diagnostics)
-        self.tensor_keys = KeyNames(self.tensor_keys, **{self.value_name: self.value_name})
+        self._name_entries({**self.tensor_keys, self.value_name: self.value_name})
         check_choice("loss_function", loss_function, DISTANCES)
         check_choice("use_prioritized_weights", use_prioritized_weights, (True, False, "auto"))
 

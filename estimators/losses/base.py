@@ -191,7 +191,7 @@ class LossModule(TensorDictModuleBase):
         self.burn_in = checks.check_whole_number("burn_in", burn_in, 0)
         self._warn_once = WarnOnce()
 
-        self.tensor_keys = KeyNames(self.default_keys)
+        self._name_entries(self.default_keys)
         self.in_keys = []  # a subclass may declare its own keys
         self.out_keys: list[Any] = []
         #: Number of out_keys returned by a call by keyword; None for all.
@@ -302,8 +302,17 @@ class LossModule(TensorDictModuleBase):
         Raises:
             ValueError: a name is unknown.
         """
-        self.tensor_keys = KeyNames(renamed(self.tensor_keys, keys))
+        self._name_entries(renamed(self.tensor_keys, keys))
         self.in_keys = self.in_keys  # a subclass with its own in_keys sets them again afterwards
+
+    def _name_entries(self, keys: Mapping[str, NestedKey]) -> None:
+        """Set the keys of all entries, by name."""
+        self.tensor_keys = KeyNames(keys)
+        #: The batch key of each entry, by its name in :attr:`tensor_keys`.
+        self.places = dict(keys)
+        for name in _UNDER_NEXT:
+            if name in keys:
+                self.places[name] = under_next(keys[name])
 
     def inputs_of(self, batch: TensorDictBase) -> LossInputs:
         """Return ``batch`` ``[*B]`` with the mask of its valid rows, which excludes padding and burn-in.
@@ -314,7 +323,8 @@ class LossModule(TensorDictModuleBase):
         Raises:
             ValueError: there are no rows at all.
         """
-        checks.check_rows(batch)
+        if not isinstance(batch, TensorDictBase):
+            checks.check_rows(batch)
         if batch.batch_size.numel() == 0:  # TensorDict.numel() is at least 1
             raise ValueError(f"{type(self).__name__} needs at least one row, got a batch {list(batch.shape)}")
 
@@ -351,13 +361,11 @@ class LossModule(TensorDictModuleBase):
 
     def key(self, name: str) -> NestedKey:
         """Return the key set for ``name`` in :meth:`set_keys`, or its default."""
-        if name in _UNDER_NEXT:
-            return under_next(self.tensor_keys[name])
-        return self.tensor_keys[name]
+        return self.places[name]
 
     def named_keys(self, name: str) -> list[NestedKey]:
         """Return the :meth:`key` in a list, or the list of keys where a loss takes several for a name."""
-        key = self.key(name)
+        key = self.places[name]
         if isinstance(key, list):
             return key
         return [key]
@@ -368,12 +376,13 @@ class LossModule(TensorDictModuleBase):
         Raises:
             KeyError: it is missing; the message names what writes it.
         """
-        value: Tensor | None = get_entry(inputs.batch, self.key(name))
+        key = self.places[name]
+        value: Tensor | None = get_entry(inputs.batch, key)
         if value is None:
             default = self.default_keys.get(name, name)
             if name in _UNDER_NEXT:
                 default = under_next(default)
-            raise self.missing_entry_error(inputs, self.key(name), default)
+            raise self.missing_entry_error(inputs, key, default)
         return value
 
     def missing_entry_error(
@@ -385,7 +394,12 @@ class LossModule(TensorDictModuleBase):
 
     def column(self, inputs: LossInputs, name: str) -> Tensor:
         """Return the entry for ``name``, ``[*B]`` or ``[*B, 1]``, as ``[*B]``, 0 where the mask is False."""
-        column = flat_column(self.entry(inputs, name), inputs.batch, self.key(name))
+        key = self.places[name]
+        column = get_entry(inputs.batch, key)
+        if column is None:
+            column = self.entry(inputs, name)  # the error says what writes the entry
+        column = flat_column(column, inputs.batch, key)
+
         if inputs.mask is None:
             return column
         return zero_masked(column, inputs.mask)

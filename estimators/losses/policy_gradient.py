@@ -417,6 +417,9 @@ class PolicyGradientLoss(LossModule):
         See :meth:`LossModule.set_keys`. A list names the entries of an action of several parts.
         """
         super().set_keys(**cast(Any, keys))
+        self._action_keys = self.named_keys("action")
+        self._log_prob_keys = self.named_keys("sample_log_prob")
+
         names = list(self.reads)
         if self.critic_network is not None and self.critic_coeff is not None:
             names.append("value_target")
@@ -510,78 +513,83 @@ class PolicyGradientLoss(LossModule):
             KeyError: an entry is missing; the message names what writes it.
         """
         batch = tensordict
-        if self.value_estimator is not None and get_entry(batch, self.key("advantage")) is None:
-            with torch.no_grad():
-                batch = self.value_estimator(tensordict.copy())
+        if get_entry(batch, self.places["advantage"]) is None:
+            batch = self._add_advantage(batch)
 
         inputs = self.inputs_of(batch)
-        policy_name, critic_name = self.loss_names
-        if get_entry(batch, self.key("advantage")) is None:
-            hint = ". Or let the loss compute it: loss.make_value_estimator(...)"
-            raise self.missing_entry_error(
-                inputs, self.key("advantage"), self.default_keys["advantage"], hint
-            )
-
         advantage = self.column(inputs, "advantage")
         if self.normalize_advantage and advantage.numel() > 1:
             advantage = standardized(advantage, inputs.mask)
 
+        policy_name, critic_name = self.loss_names
         with set_recurrent_mode(True, burn_in=self.burn_in):
             # the critic may read the actor's outputs
             critic = None if self.critic_coeff is None else self.critic_network
             readers = () if critic is None else (critic,)
             dist, after_actor = distribution_for(readers, self.actor_network, inputs.readable)
-            parts = components(dist)
 
-            actions = self.named_keys("action")
+            parts = components(dist)
             log_probs = []
-            for key, part in parts.items():
-                if key is None:
-                    key = actions[0]
-                else:
-                    key = part_key(key, actions, self.actor_network)
+            for name, part in parts.items():
+                key = self._action_keys[0]
+                if name is not None:
+                    key = part_key(name, self._action_keys, self.actor_network)
                 action = get_entry(inputs.batch, key)
                 if action is None:
                     raise self.missing_entry_error(inputs, key, ACTION)
                 base = get_entry(inputs.batch, base_sample_key(key))
                 log_probs.append(joint(compute_log_prob(part, action, base, self._warn_once), inputs.batch))
 
-            # parts of an action are independent: their log-probabilities and entropies add up
+            # parts of an action are independent: their log-probabilities add up
             log_prob = reduce(torch.add, log_probs)
             loss, diagnostics = self.objective(inputs, dist, log_prob, advantage)
             losses = {policy_name: self.reduce(inputs, loss)}
 
             if self.entropy_bonus:
-                entropies: dict[Any, Tensor] = {}
-                for key, part in parts.items():
-                    place = self.tensor_keys["action"] if key is None else key
-                    entropies[place] = joint(compute_entropy(part, self.samples_mc_entropy), inputs.batch)
-                entropy = reduce(torch.add, entropies.values())
-
-                factor = self.entropy_coeff
-                if isinstance(factor, Tensor):
-                    losses["loss_entropy"] = -as_number(factor) * self.reduce(inputs, entropy)
-                else:
-                    losses["loss_entropy"] = -self.reduce(inputs, weighted_entropy(entropies, factor))
+                losses["loss_entropy"], entropy = self._entropy_loss(inputs, parts)
                 if self.with_diagnostics:
                     diagnostics["entropy"] = masked_mean(entropy.detach(), inputs.mask)
 
             if critic is not None:
-                critic_loss, of_critic = self._critic_loss(inputs, critic, after_actor)
-                weight = as_number(cast(Tensor, self.critic_coeff))
-                if not (isinstance(weight, float) and weight == 1.0):  # on a device this would sync
-                    critic_loss = weight * critic_loss
-                losses[critic_name] = critic_loss
+                losses[critic_name], of_critic = self._critic_loss(inputs, critic, after_actor)
                 diagnostics |= of_critic
 
         if self.with_diagnostics:
             losses |= {name: number.detach() for name, number in diagnostics.items()}
         return nest(losses)
 
+    def _add_advantage(self, batch: TensorDictBase) -> TensorDictBase:
+        """Return a copy of the batch with the value estimator's advantages; KeyError if there are none."""
+        key = self.places["advantage"]
+        if self.value_estimator is not None:
+            with torch.no_grad():
+                batch = self.value_estimator(batch.copy())
+            if get_entry(batch, key) is not None:
+                return batch
+
+        hint = ". Or let the loss compute it: loss.make_value_estimator(...)"
+        inputs = self.inputs_of(batch)
+        raise self.missing_entry_error(inputs, key, self.default_keys["advantage"], hint)
+
+    def _entropy_loss(
+        self, inputs: LossInputs, parts: Mapping[NestedKey | None, Distribution]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the reduced loss, and the entropy of each row ``[*B]``, for an action of these parts."""
+        entropies: dict[Any, Tensor] = {}
+        for key, part in parts.items():
+            place = self.tensor_keys["action"] if key is None else key
+            entropies[place] = joint(compute_entropy(part, self.samples_mc_entropy), inputs.batch)
+        entropy = reduce(torch.add, entropies.values())  # parts of an action are independent
+
+        factor = self.entropy_coeff
+        if isinstance(factor, Tensor):
+            return -as_number(factor) * self.reduce(inputs, entropy), entropy
+        return -self.reduce(inputs, weighted_entropy(entropies, factor)), entropy
+
     def _critic_loss(
         self, inputs: LossInputs, critic: TensorDictModuleBase, after_actor: TensorDictBase
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the reduced critic loss and diagnostics; ``after_actor`` contains the actor's outputs."""
+        """Return the weighted, reduced critic loss and diagnostics; ``after_actor`` contains the actor's outputs."""
         key = self.tensor_keys["value"]
         target = self.column(inputs, "value_target")
 
@@ -615,20 +623,26 @@ class PolicyGradientLoss(LossModule):
             diagnostics = {"explained_variance": 1.0 - left / (total + tiny)}
 
         if most is None and inputs.mask is None and self.reduction == "mean":
-            return DISTANCES[self.loss_critic_type](value, target), diagnostics  # with the mean in one pass
+            loss = DISTANCES[self.loss_critic_type](value, target)  # with the mean in one pass
+        else:
+            loss = distance(value, target, self.loss_critic_type)
+            if most is not None:
+                # use the larger of both losses, so that moving further than clip_value from the sampled value
+                # gains nothing
+                sampled = self.column(inputs, "value")
+                moved = value - sampled
+                most = as_number(most)
+                clipped = moved.clamp(-most, most)
+                loss = torch.maximum(loss, distance(sampled + clipped, target, self.loss_critic_type))
+                diagnostics["value_clip_fraction"] = masked_mean(
+                    (moved != clipped).to(value.dtype), inputs.mask
+                )
+            loss = self.reduce(inputs, loss)
 
-        loss = distance(value, target, self.loss_critic_type)
-        if most is not None:
-            # use the larger of both losses, so that moving further than clip_value from the sampled value
-            # gains nothing
-            sampled = self.column(inputs, "value")
-            moved = value - sampled
-            most = as_number(most)
-            clipped = moved.clamp(-most, most)
-            loss = torch.maximum(loss, distance(sampled + clipped, target, self.loss_critic_type))
-            diagnostics["value_clip_fraction"] = masked_mean((moved != clipped).to(value.dtype), inputs.mask)
-
-        return self.reduce(inputs, loss), diagnostics
+        weight = as_number(self.critic_coeff)
+        if not (isinstance(weight, float) and weight == 1.0):  # on a device this would sync
+            loss = weight * loss
+        return loss, diagnostics
 
 
 class PPOLoss(PolicyGradientLoss):
@@ -681,7 +695,7 @@ class PPOLoss(PolicyGradientLoss):
 
         The sampled log-probability may have one entry per part of the action; these are summed.
         """
-        names = sampled_log_prob_keys(self.actor_network, self.named_keys("sample_log_prob"), inputs.batch)
+        names = sampled_log_prob_keys(self.actor_network, self._log_prob_keys, inputs.batch)
         columns = [get_entry(inputs.batch, name) for name in names]
         for name, column in zip(names, columns, strict=True):
             if column is None:

@@ -151,6 +151,13 @@ class SoftActorCritic(OffPolicyLoss):
         self.delay_actor = delay_actor
         self.delay_qvalue = delay_qvalue
         self.separate_losses = separate_losses
+        self._aim_at(target_entropy)
+
+        written = keys_written_by(actor_network)
+        self.set_keys(action=written.get("action"), log_prob=written.get("sample_log_prob"))
+
+    def _aim_at(self, target_entropy: Number | str) -> None:
+        """Set the entropy that alpha is to reach."""
         if isinstance(target_entropy, Tensor):  # a buffer that a schedule may change
             self.register_coeff_buffer("target_entropy", target_entropy)
         elif isinstance(target_entropy, (int, float)):
@@ -159,9 +166,6 @@ class SoftActorCritic(OffPolicyLoss):
             self.target_entropy = target_entropy
         else:
             raise ValueError(f"target_entropy must be a number or 'auto', got {target_entropy!r}")
-
-        written = keys_written_by(actor_network)
-        self.set_keys(action=written.get("action"), log_prob=written.get("sample_log_prob"))
 
     @override
     def set_keys(self, **keys: NestedKey | list[NestedKey] | None) -> None:

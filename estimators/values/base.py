@@ -1,7 +1,6 @@
 """The base class of value estimators: reads the batch, evaluates the network, writes the result."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypedDict, Unpack
 
 import torch
@@ -30,9 +29,10 @@ from flatroll.estimators.values.evaluate import (
     state_values,
 )
 from flatroll.estimators.values.extended_stream import Boundaries
-from flatroll.estimators.values.order import check_observations, check_runs, check_steps
+from flatroll.estimators.values.order import OrderCheck
+from flatroll.estimators.values.records import Estimate, EstimatorInputs, Series, SeriesColumns
 from flatroll.kernels.scan import is_tracing, zeroed
-from flatroll.layout.boundaries import run_ends
+from flatroll.layout.boundaries import ends_from, no_markers_error
 from flatroll.layout.checks import (
     BLAMED,
     blame_entries,
@@ -95,34 +95,6 @@ class EstimatorOptions(TypedDict, total=False):
 
 #: Names of entries under ``"next"``.
 _UNDER_NEXT = ("reward", "done", "terminated")
-
-
-@dataclass(frozen=True)
-class EstimatorInputs:
-    """Inputs of an estimator: rewards and values ``[*B, T, *F]`` and flags ``[*B, T]``, time dim last.
-
-    Attributes:
-        batch: the batch.
-        at: its boundaries.
-        value: of each row's observation.
-        next_value: of its next one.
-        reward, terminated, ends: as the functions of ``flatroll.estimators.functional`` take them.
-        time_dim: likewise.
-        factors: what the estimator names in ``factor_names``, by name: numbers, or one number per row in the order
-            of these columns.
-        chunks: rows passed to a network at a time.
-    """
-
-    batch: TensorDictBase
-    at: Boundaries
-    value: Tensor
-    next_value: Tensor
-    reward: Tensor
-    terminated: Tensor
-    ends: Tensor
-    time_dim: int
-    factors: dict[str, float | Tensor]
-    chunks: Chunks
 
 
 def chunks_from(options: EstimatorOptions) -> Chunks:
@@ -282,8 +254,7 @@ class ValueEstimator(TensorDictModuleBase):
 
         self.number("gamma", gamma, options.get("device"))
         self._warn_once = WarnOnce()
-        self._warn_of_order = WarnOnce()
-        self._calls = 0
+        self._check_order = OrderCheck(self.sums_along)
 
         self.tensor_keys = KeyNames(self.default_keys)
         self.set_keys(
@@ -333,7 +304,8 @@ class ValueEstimator(TensorDictModuleBase):
         if network is not None:
             inputs = NetworkInputs.of(network, self.tensor_keys["is_init"])
             observed = list(network.in_keys)
-        #: The network for which the keys below are cached, and its inputs.
+        #: The network for which the keys below are cached, and its inputs. In a tuple it is no submodule.
+        self._keys_of = (network,)
         self._inputs = inputs
 
         value = self.tensor_keys["value"]
@@ -398,16 +370,16 @@ class ValueEstimator(TensorDictModuleBase):
                 that do not follow one another inside a run, as their ``"step_count"`` says, else the next
                 observations of some. Only batches on the host are checked, in the first calls and every 16th.
         """
-        parameters = Parameters(params, target_params)
-        advantage, target, values = self._estimate(tensordict, time_dim, parameters, None, final)
-        written = dict(zip(self._written, (advantage, target, values.value, values.next_value), strict=True))
+        estimate = self._estimate(tensordict, time_dim, Parameters(params, target_params), None, final)
+        columns = (estimate.advantage, estimate.target, estimate.value, estimate.next_value)
+        written = dict(zip(self._written, columns, strict=True))
 
         valid_key = self.tensor_keys["valid"]
-        valid = values.valid
+        valid = estimate.valid
 
         stale = get_entry(tensordict, valid_key) is not None  # an old one is there: remove it
         if valid is None and (self.shifted or stale):
-            valid = torch.ones(tensordict.batch_size, dtype=torch.bool, device=target.device)
+            valid = torch.ones(tensordict.batch_size, dtype=torch.bool, device=estimate.target.device)
         if valid is not None:
             written[valid_key] = valid
 
@@ -433,9 +405,11 @@ class ValueEstimator(TensorDictModuleBase):
                 network is not called for them, nor, by an estimator of temporal differences, at all.
             tensordict, params, target_params, final, time_dim: as in :meth:`forward`, as is what is raised.
         """
-        parameters = Parameters(params, target_params)
+        if next_value is not None:
+            check_dense_tensor("next_value", next_value)
 
-        return self._estimate(tensordict, time_dim, parameters, next_value, final)[1]
+        parameters = Parameters(params, target_params)
+        return self._estimate(tensordict, time_dim, parameters, next_value, final).target
 
     def _estimate(
         self,
@@ -444,13 +418,12 @@ class ValueEstimator(TensorDictModuleBase):
         parameters: Parameters,
         next_value: Tensor | None,
         final: TensorDictBase | None,
-    ) -> tuple[Tensor, Tensor, Values]:
-        """Advantage, target and values of a batch, time in any of its dims: turned to the last one and back here."""
-        check_rows(batch)
+    ) -> Estimate:
+        """Compute what is written for a batch; time may be any of its dims."""
+        if not isinstance(batch, TensorDictBase):
+            check_rows(batch)
 
-        if next_value is not None:
-            check_dense_tensor("next_value", next_value)
-
+        # The dim of time.
         last = batch.batch_dims - 1
         if last < 0:
             raise ValueError("the batch must have at least one batch dimension (time), got batch size []")
@@ -458,138 +431,75 @@ class ValueEstimator(TensorDictModuleBase):
         if time_dim is None:
             time_dim = self.time_dim
         if time_dim is None:
+            time_dim = last
             if "time" in batch.names:
                 time_dim = batch.names.index("time")
-            else:
-                time_dim = last
-
         if not (isinstance(time_dim, int) and -last - 1 <= time_dim <= last):
             raise ValueError(f"time_dim must name a batch dim of {tuple(batch.batch_size)}, got {time_dim!r}")
         dim = time_dim % (last + 1)
 
-        series = batch
-        chunks = self.chunks
+        # The arguments, with time in the last dim.
         factors = {name: getattr(self, name) for name in self.factor_names}
-
+        series = Series(batch, factors, self.chunks, parameters, next_value, final)
         if dim != last:
-            shape = require(batch, self.places["reward"], REWARD).shape
-            if shape == batch.batch_size:
-                shape = torch.Size([*shape, 1])
-            for name, x in factors.items():  # factors are in the caller's order as well
-                if isinstance(x, Tensor) and x.ndim:
-                    factors[name] = factor_over(name, x, shape, last + 1).transpose(dim, last)
+            series = series.turned(dim, self.places["reward"])
 
-            chunks = chunks.transposed(last + 1, dim, last)
-            series = batch.transpose(dim, last)
-            if next_value is not None:
-                next_value = next_value.transpose(dim, last)
-
-        # Padding and gradients.
         grad = self.differentiable and torch.is_grad_enabled()
-        mask_key = self.places["mask"]
-        if get_entry(series, mask_key) is not None:
-            read: list[Any] = [key for key in self.in_keys if key != self.places["reward"]]
-            series = zero_padding(series, mask_key, read)
-
         with torch.set_grad_enabled(grad), set_recurrent_mode(True):
-            arguments = (series, factors, chunks, parameters, next_value, final)
             if is_tracing():
-                reward, advantage, target, values = self._estimate_series(*arguments)
+                estimate = self._estimate_series(series)
             else:
                 try:
-                    reward, advantage, target, values = self._estimate_series(*arguments)
+                    estimate = self._estimate_series(series)
                 except BLAMED as error:
                     entries: list[Any] = self.in_keys
-                    blame_entries(self, series, entries, error)
+                    blame_entries(self, series.batch, entries, error)
                     raise
 
         if dim != last:
-            reward = reward.transpose(dim, last)
-            advantage = advantage.transpose(dim, last)
-            target = target.transpose(dim, last)
-            valid = values.valid
-            if valid is not None:
-                valid = valid.transpose(dim, last)
-            values = Values(values.value.transpose(dim, last), values.next_value.transpose(dim, last), valid)
-
+            estimate = estimate.turned(dim, last)
         if self.check_finite:
-            observed: list[Any] = []
-            if self.value_network is not None:
-                observed = list(self.value_network.in_keys)
-            check_finite(batch, observed, reward, values.value, values.next_value)
+            check_finite(batch, self.value_network, estimate)
 
-        return advantage, target, values
+        return estimate
 
-    def _estimate_series(
-        self,
-        batch: TensorDictBase,
-        factors: dict[str, float | Tensor],
-        chunks: Chunks,
-        parameters: Parameters,
-        next_value: Tensor | None,
-        final: TensorDictBase | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Values]:
-        """Reward ``[*B, T, *F]``, and advantage, target and values of its shape, of a batch whose last dim is time."""
-        keys = self.places
-        network = self.value_network
+    def _estimate_series(self, series: Series) -> Estimate:
+        """Do the same for a batch whose last dim is time."""
+        if self._keys_of[0] is not self.value_network:
+            self.set_keys()  # the network was replaced and may read other entries
 
-        # The reward.
-        reward: Tensor = require(batch, keys["reward"], REWARD)
-        if not reward.is_floating_point():
-            key = keys["reward"]
-            raise TypeError(f"batch[{key!r}] must be floating, got {reward.dtype}: cast it with .float()")
-        if reward.shape == batch.batch_size:
-            reward = reward.unsqueeze(-1)
-        if self.reward_scale is not None:
-            reward = self.reward_scale.scaled(reward)
-
-        # The boundaries.
-        names = {"is_init_key": "is_init", "done_key": "done", "traj_key": "traj_ids", "mask_key": "mask"}
-        ends = run_ends(batch, **{argument: keys[name] for argument, name in names.items()})
-        at = Boundaries(ends, marker(batch, keys["terminated"]), None)
-        if get_entry(batch, NEXT_KNOWN) is not None:
-            at = _with_unknown(batch, at, refuse=self.bootstrap_missing == "error")
-        if ends.is_cpu and not is_tracing():  # on a device the values are not ready yet
-            self._check_order(batch, at, factors)
+        columns = self._read(series.batch)
+        batch = columns.batch
+        reward = columns.reward
+        at = columns.at
 
         # The values of observations and next observations.
-        if next_value is not None:
-            if next_value.shape == batch.batch_size:
-                next_value = next_value.unsqueeze(-1)
-            if next_value.shape != reward.shape:
-                raise ValueError(
-                    f"next_value must have the reward's shape {tuple(reward.shape)}, got {tuple(next_value.shape)}"
-                )
+        values_of = ValueInputs(
+            network=self._inputs,
+            value_key=self.tensor_keys["value"],
+            batch=batch,
+            at=at,
+            chunks=series.chunks,
+            shifted=self.shifted,
+            shifted_budget=self.shifted_budget,
+            skip_existing=self.skip_existing,
+            final=series.final,
+            parameters=series.parameters,
+            n_step=columns.steps is not None,
+            warn=self._warn_once,
+        )
+        if at.ends.is_cpu and not is_tracing():  # on a device the values are not ready yet
+            self._check_order(values_of, self.places, series.factors.get("lmbda", 1.0))
 
-        if next_value is not None and not self.target_needs_value:
-            values = Values(next_value, zeroed(next_value, at.terminated))
+        if series.next_value is None:
+            values = state_values(values_of)
         else:
-            known_inputs = self._inputs
-            if network is None:
-                known_inputs = None
-            elif known_inputs is None or known_inputs.module is not network:
-                self.set_keys()  # the network was replaced and may read other entries
-                known_inputs = self._inputs
-            values_of = ValueInputs(
-                network=known_inputs,
-                value_key=self.tensor_keys["value"],
-                batch=batch,
-                at=at,
-                chunks=chunks,
-                shifted=self.shifted,
-                shifted_budget=self.shifted_budget,
-                skip_existing=self.skip_existing,
-                final=final,
-                parameters=parameters,
-                n_step=get_entry(batch, keys["steps_to_next_obs"]) is not None,
-                warn=self._warn_once,
-            )
-            values = state_values(values_of, next_value)
-
+            values = self._complete_values(values_of, series.next_value, reward)
         if values.value.shape != reward.shape or values.next_value.shape != reward.shape:
             raise self._shape_error(values, reward)
 
         # The rows that count: runs stop before an excluded one.
+        ends = at.ends
         valid = values.valid
         if at.unknown is not None and self.bootstrap_missing == "mask":
             valid = mask_and(valid, ~at.unknown)
@@ -597,17 +507,14 @@ class ValueEstimator(TensorDictModuleBase):
             ends = ends.clone()
             ends[..., :-1] |= ~valid[..., 1:]  # where row t + 1 does not count
 
-        counted = valid  # the rows whose moments are computed; None for all
-        if (self.standardize or self.average_rewards) and get_entry(batch, keys["mask"]) is not None:
-            counted = mask_and(marker(batch, keys["mask"]), valid)
-
         # Discounts and rewards.
-        steps = get_entry(batch, keys["steps_to_next_obs"])
-        if steps is not None:
-            factors["gamma"] = self._gamma_over(steps, batch, factors["gamma"], reward)
+        factors = series.factors
+        if columns.steps is not None:
+            gamma = self._gamma_over(columns.steps, batch, factors["gamma"], reward)
+            factors = {**factors, "gamma": gamma}
         discounted = reward
         if self.average_rewards:
-            discounted = self._standardize(batch, reward, counted)
+            discounted = self._standardize(columns, reward, valid)
 
         # The recursion of the subclass.
         inputs = EstimatorInputs(
@@ -620,18 +527,74 @@ class ValueEstimator(TensorDictModuleBase):
             ends=ends,
             time_dim=batch.batch_dims - 1,
             factors=factors,
-            chunks=chunks,
+            chunks=series.chunks,
         )
         advantage, target = self.estimate(inputs)
 
         if self.standardize:
-            advantage = self._standardize(batch, advantage, counted)
+            advantage = self._standardize(columns, advantage, valid)
         if valid is not None:  # an excluded row has advantage 0 and its own value as the target
             rows = broadcast_like(valid, reward)
             advantage = advantage.masked_fill(~rows, 0.0)
             target = torch.where(rows, target, values.value)
 
-        return reward, advantage, target, Values(values.value, values.next_value, valid)
+        return Estimate(reward, advantage, target, values.value, values.next_value, valid)
+
+    def _read(self, batch: TensorDictBase) -> SeriesColumns:
+        """Read the reward and the markers of a batch ``[*B, T]``, and find its boundaries."""
+        keys = self.places
+
+        # The reward.
+        reward: Tensor | None = get_entry(batch, keys["reward"])
+        if reward is None:
+            reward = require(batch, keys["reward"], REWARD)  # the error says what writes the entry
+        if not reward.is_floating_point():
+            key = keys["reward"]
+            raise TypeError(f"batch[{key!r}] must be floating, got {reward.dtype}: cast it with .float()")
+        if reward.shape == batch.batch_size:
+            reward = reward.unsqueeze(-1)
+        if self.reward_scale is not None:
+            reward = self.reward_scale.scaled(reward)
+
+        # The markers, and where runs end.
+        flags: list[Tensor | None] = []
+        for name in ("done", "is_init", "mask", "terminated"):
+            flag = get_entry(batch, keys[name])
+            if flag is not None:
+                flag = flat_column(flag, batch, keys[name], flag=True)
+            flags.append(flag)
+        done, is_init, mask, terminated = flags
+
+        ids = get_entry(batch, keys["traj_ids"])
+        if ids is not None:
+            ids = flat_column(ids, batch, keys["traj_ids"])
+
+        if done is None and is_init is None and ids is None:
+            raise no_markers_error(batch, keys["is_init"], keys["done"], keys["traj_ids"])
+        if terminated is None:
+            terminated = marker(batch, keys["terminated"])  # the error says what writes the entry
+        at = Boundaries(ends_from(done, is_init, ids, mask), terminated, None)
+        if get_entry(batch, NEXT_KNOWN) is not None:
+            at = _with_unknown(batch, at, refuse=self.bootstrap_missing == "error")
+
+        if mask is not None:
+            read: list[Any] = [key for key in self.in_keys if key != keys["reward"]]
+            batch = zero_padding(batch, keys["mask"], read)
+        return SeriesColumns(batch, reward, at, mask, get_entry(batch, keys["steps_to_next_obs"]))
+
+    def _complete_values(self, inputs: ValueInputs, next_value: Tensor, reward: Tensor) -> Values:
+        """Return the values, given those of next observations, ``[*B, T]`` or of the reward's shape."""
+        if next_value.shape == inputs.batch.batch_size:
+            next_value = next_value.unsqueeze(-1)
+        if next_value.shape != reward.shape:
+            raise ValueError(
+                f"next_value must have the reward's shape {tuple(reward.shape)}, got {tuple(next_value.shape)}"
+            )
+
+        if self.target_needs_value:
+            return state_values(inputs, next_value)
+        # Only the advantage, which nobody asked for, depends on the values of the rows.
+        return Values(next_value, zeroed(next_value, inputs.at.terminated))
 
     def _shape_error(self, values: Values, reward: Tensor) -> ValueError:
         """Values of another shape than the reward's."""
@@ -658,37 +621,10 @@ class ValueEstimator(TensorDictModuleBase):
 
         return gamma ** broadcast_like(spanned, reward)
 
-    def _check_order(self, batch: TensorDictBase, at: Boundaries, factors: dict[str, float | Tensor]) -> None:
-        """Raise if consecutive rows of a run on the host do not follow one another, where that matters.
-
-        This takes a tenth of a call with few rows, so only the first calls and every 16th check.
-        """
-        self._calls += 1
-        if self._calls > 4 and self._calls % 16:
-            return
-
-        keys = self.places
-        inputs = self._inputs
-        # With a single stream, the next value of a row comes from the next row.
-        stream = self.shifted or (
-            inputs is not None
-            and (inputs.recurrent or any(get_entry(batch, key) is None for key in inputs.next_observed))
-        )
-
-        if not (self.sums_along or stream):
-            return
-
-        lmbda = factors.get("lmbda")
-        if self.sums_along and not (isinstance(lmbda, float) and lmbda == 0.0):
-            check_runs(batch, at, keys["done"], self._warn_of_order)
-
-        counted = check_steps(batch, at, keys["step_count"], keys["mask"])
-        if not counted and inputs is not None and get_entry(batch, keys["steps_to_next_obs"]) is None:
-            check_observations(batch, at, inputs.observed)
-
-    def _standardize(self, batch: TensorDictBase, column: Tensor, counted: Tensor | None) -> Tensor:
-        """The column with zero mean and unit deviation over the rows ``counted``, or within each group of them."""
-        mask = expand_mask(counted, column)
+    def _standardize(self, columns: SeriesColumns, column: Tensor, valid: Tensor | None) -> Tensor:
+        """The column with zero mean and unit deviation over the rows that count, or within each group of them."""
+        batch = columns.batch
+        mask = expand_mask(mask_and(columns.mask, valid), column)
         if self.group_key is None:
             return standardized(column, mask)
 
@@ -712,21 +648,19 @@ def _with_unknown(batch: TensorDictBase, at: Boundaries, *, refuse: bool) -> Bou
     return Boundaries(at.ends, at.terminated, unknown)
 
 
-def check_finite(
-    batch: TensorDictBase,
-    observed: Sequence[NestedKey],
-    reward: Tensor,
-    value: Tensor,
-    next_value: Tensor,
-) -> None:
-    """Raise ValueError unless rewards and values ``[*B, T, *F]`` are finite, naming the first row where they are not.
+def check_finite(batch: TensorDictBase, network: TensorDictModuleBase | None, estimate: Estimate) -> None:
+    """Raise ValueError unless rewards and values are finite, naming the first row where they are not.
 
-    The message says whether the network's inputs ``observed`` were finite there.
+    The message says whether the network's inputs were finite there.
     """
+    observed: list[Any] = []
+    if network is not None:
+        observed = list(network.in_keys)
+
     for column, words, read in (
-        (reward, "", ()),
-        (value, "observation", observed),
-        (next_value, "next observation", tuple(map(next_key, observed))),
+        (estimate.reward, "", ()),
+        (estimate.value, "observation", observed),
+        (estimate.next_value, "next observation", [next_key(key) for key in observed]),
     ):
         if bool(column.isfinite().all()):
             continue

@@ -28,9 +28,10 @@ from flatroll.estimators.functional import (
     td_lambda_return_estimate,
     vtrace_advantage_estimate,
 )
-from flatroll.estimators.values.base import EstimatorInputs, EstimatorOptions, ValueEstimator
+from flatroll.estimators.values.base import EstimatorOptions, ValueEstimator
 from flatroll.estimators.values.evaluate import NetworkInputs, broadcast_like, flat_rows
 from flatroll.estimators.values.extended_stream import run_stops
+from flatroll.estimators.values.records import EstimatorInputs
 from flatroll.kernels.scan import residual_scan
 from flatroll.layout.boundaries import starts_from
 from flatroll.layout.checks import check_choice, check_dense_tensor, check_flags, check_number
@@ -103,26 +104,35 @@ class GAE(ValueEstimator):
     def estimate(self, inputs: EstimatorInputs) -> tuple[Tensor, Tensor]:
         gamma = inputs.factors["gamma"]
         lmbda = inputs.factors["lmbda"]
+        reward = inputs.reward
+        value = inputs.value
+        next_value = inputs.next_value
+        terminated = inputs.terminated
         time = inputs.time_dim
-        columns = (inputs.reward, inputs.value, inputs.next_value)
-        shape = inputs.reward.shape
+        shape = reward.shape
+
         numbers = all(isinstance(x, float) and 0.0 <= x <= 1.0 for x in (gamma, lmbda))
+        one_dtype = reward.dtype == value.dtype == next_value.dtype
+        one_feature = shape[time + 1 :].numel() == 1
 
-        if numbers and len({x.dtype for x in columns}) == 1 and shape[time + 1 :].numel() == 1:
-            # With one feature and time as the last other dim, the flattened series are contiguous, and
-            # run_ends has marked the last row of each, so that the scan reads the columns directly.
-            ends = inputs.ends | inputs.terminated
-            reward, value, next_value, ends, terminated = (
-                x.reshape(-1) for x in (*columns, ends, inputs.terminated)
-            )
-            scanned = residual_scan(
-                gamma, gamma * lmbda, reward, value, next_value, terminated, ends, longest=shape[time]
-            )
-            return scanned[0].view(shape), scanned[1].view(shape)
+        if not (numbers and one_dtype and one_feature):
+            columns = (value, next_value, reward, inputs.ends, terminated)
+            return generalized_advantage_estimate(gamma, lmbda, *columns, time_dim=time)
 
-        values = (inputs.value, inputs.next_value)
-        flags = (inputs.ends, inputs.terminated)
-        return generalized_advantage_estimate(gamma, lmbda, *values, inputs.reward, *flags, time_dim=time)
+        # With one feature and time as the last other dim, the flattened series are contiguous, and the last row of
+        # each is an end, so that the scan reads the columns directly.
+        ends = inputs.ends | terminated
+        advantage, target = residual_scan(
+            gamma,
+            gamma * lmbda,
+            reward.reshape(-1),
+            value.reshape(-1),
+            next_value.reshape(-1),
+            terminated.reshape(-1),
+            ends.reshape(-1),
+            longest=shape[time],
+        )
+        return advantage.view(shape), target.view(shape)
 
 
 class TD0Estimator(ValueEstimator):

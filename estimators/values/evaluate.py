@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -32,7 +32,7 @@ from flatroll.layout.boundaries import starts_from
 from flatroll.layout.checks import check_whole_number
 from flatroll.layout.final import Final, read_final
 from flatroll.layout.keys import NestedKey, next_key, require
-from flatroll.layout.tensordict_seam import call_network, get_entry
+from flatroll.layout.tensordict_seam import call_network, call_plain, get_entry
 
 Columns: TypeAlias = dict[NestedKey, Tensor]
 
@@ -223,6 +223,42 @@ class Values:
     valid: Tensor | None = None
 
 
+class RowInputs(NamedTuple):
+    """What a value network reads at each row of a batch and after it.
+
+    Attributes:
+        root: observations ``[*B, *F]``, by key.
+        following: next observations by the same keys; NaN where they are not known.
+        unknown: bool ``[*B]``, the rows whose next observation the env hid, or None.
+        terminated: bool ``[*B]``, the rows whose next value is 0.
+    """
+
+    root: Columns
+    following: Columns
+    unknown: Tensor | None
+    terminated: Tensor
+
+    def split(self, dim: int, chunks: Chunks) -> "Iterator[RowInputs]":
+        """Yield the inputs of one chunk after another along a batch dim."""
+        count = self.terminated.shape[dim]
+
+        for start, stop in chunks.spans(count):
+            if stop - start == count:  # all rows at once
+                yield self
+                continue
+
+            rows = (*[slice(None)] * dim, slice(start, stop))
+            unknown = self.unknown
+            if unknown is not None:
+                unknown = unknown[rows]
+            yield RowInputs(
+                {key: column[rows] for key, column in self.root.items()},
+                {key: column[rows] for key, column in self.following.items()},
+                unknown,
+                self.terminated[rows],
+            )
+
+
 @dataclass(frozen=True)
 class Observations:
     """A batch's observations and known next observations, all batch dims flattened into one.
@@ -257,42 +293,142 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
     """
     batch = inputs.batch
     network = inputs.network
+    at = inputs.at
 
     # Values that are known.
-    value = None
     if network is None:
-        value = require(batch, inputs.value_key)
-        if next_value is None:
-            next_value = require(batch, next_key(inputs.value_key))
-    elif inputs.skip_existing:
-        value = batch.get(inputs.value_key, None)
-        if next_value is None:
-            next_value = batch.get(next_key(inputs.value_key), None)
-
+        return _read_values(inputs, next_value)
+    value = None
+    if inputs.skip_existing:
+        value, next_value = _existing_values(inputs, next_value)
     if value is not None and next_value is not None:
-        return Values(value, zeroed(next_value, inputs.at.terminated))
+        return Values(value, zeroed(next_value, at.terminated))
 
     # The observations in the batch. Keys missing under "next" may be in final.
-    assert network is not None
-    root = {key: require(batch, key) for key in network.observed}
-    next_columns = [get_entry(batch, key) for key in network.next_observed]
-    following = {key: column for key, column in zip(root, next_columns, strict=True) if column is not None}
-    absent = [key for key in root if key not in following]
+    root: Columns = {}
+    following: Columns = {}
+    absent: list[NestedKey] = []
+    for key, following_key in zip(network.observed, network.next_observed, strict=True):
+        column = get_entry(batch, key)
+        if column is None:
+            column = require(batch, key)  # the error says what writes the entry
+        root[key] = column
+
+        next_column = get_entry(batch, following_key)
+        if next_column is None:
+            absent.append(key)
+        else:
+            following[key] = next_column
 
     from_final = None
     if inputs.final is not None:
         from_final = read_final(inputs.final, absent, wanted="the collector.final of this batch")
 
     # Two calls of the network where they are possible, else one over the extended stream.
-    if next_value is None and not (absent or inputs.shifted or network.recurrent):
-        return _row_by_row(inputs, network, root, following, value)
+    rows = RowInputs(root, following, at.unknown, at.terminated)
+    if next_value is not None or absent or inputs.shifted or network.recurrent:
+        return _in_order(inputs, _flatten(inputs, network, rows, from_final), value, next_value)
 
-    observations = _flatten(inputs, network, root, following, from_final)
+    if inputs.chunks.whole and inputs.chunks.dim == 0:
+        value, next_value = _row_by_row(inputs, network, rows, value)
+    else:
+        value, next_value = _chunk_by_chunk(inputs, network, rows, value)
+    return Values(value, zeroed(next_value, at.terminated))
+
+
+def _read_values(inputs: ValueInputs, next_value: Tensor | None) -> Values:
+    """Return the values that the batch must hold where no network is called; ``next_value`` may be known."""
+    value = require(inputs.batch, inputs.value_key)
+    if next_value is None:
+        next_value = require(inputs.batch, next_key(inputs.value_key))
+    return Values(value, zeroed(next_value, inputs.at.terminated))
+
+
+def _existing_values(inputs: ValueInputs, next_value: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return those values of observations and of next ones that the batch holds; ``next_value`` may be known."""
+    value = inputs.batch.get(inputs.value_key, None)
+    if next_value is None:
+        next_value = inputs.batch.get(next_key(inputs.value_key), None)
+    return value, next_value
+
+
+def _row_by_row(
+    inputs: ValueInputs, network: NetworkInputs, rows: RowInputs, value: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Values of observations and next observations of a network that reads one row at a time.
+
+    It is called on one after the other, or once where they are few. ``value``, of the observations, may be known.
+    """
+    now = inputs.parameters.now
+    then = inputs.parameters.following
+    if then is None:
+        then = now
+
+    # Next observations that are not known are replaced by the row's own.
+    following: Columns = {}
+    for key, column in rows.following.items():
+        warn = partial(_warn_of_nan, inputs.warn, key, rows.unknown, rows.terminated)
+        following[key] = fill_missing(column, rows.root[key], rows.unknown, warn)
+
+    module = network.module
+    key = inputs.value_key
+    shape = rows.terminated.shape
+    count = shape[0]
+    few = shape.numel() <= _FEW_ROWS and sum(c.nbytes for c in rows.root.values()) <= _FEW_BYTES
+
+    if value is None and now is then and inputs.chunks.whole and few:
+        # Observations first, then next observations, in a single call.
+        pairs = {key: torch.cat([column, following[key]]) for key, column in rows.root.items()}
+        both = evaluate_network(module, pairs, torch.Size([2 * count, *shape[1:]]), key, now)
+        return both[:count], both[count:]
+
+    if value is None:
+        value = evaluate_network(module, rows.root, shape, key, now)
+    return value, evaluate_network(module, following, shape, key, then)
+
+
+def _chunk_by_chunk(
+    inputs: ValueInputs, network: NetworkInputs, rows: RowInputs, value: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Do the same as :func:`_row_by_row` on one chunk of the rows after another."""
+    dim = inputs.chunks.along(inputs.batch.batch_dims)
+
+    # one item per chunk
+    values = []
+    next_values = []
+    for chunk in rows.split(dim, inputs.chunks):
+        chunk_value, chunk_next_value = _row_by_row(inputs, network, chunk, value)
+        values.append(chunk_value)
+        next_values.append(chunk_next_value)
+
+    if value is None:
+        value = _join(values, dim)
+    return value, _join(next_values, dim)
+
+
+def _join(chunks: list[Tensor], dim: int = 0) -> Tensor:
+    """Concatenate the values of chunks; a single one is not copied."""
+    if len(chunks) == 1:
+        return chunks[0]
+    return torch.cat(chunks, dim)
+
+
+def _in_order(
+    inputs: ValueInputs, observations: Observations, value: Tensor | None, next_value: Tensor | None
+) -> Values:
+    """Values of a network that reads the rows of a run in order, or whose next observations are in other rows.
+
+    One of the two, of observations and of next observations, may be known.
+
+    Raises:
+        ValueError: n-step rows, or ``shifted`` with two sets of parameters.
+    """
+    at = inputs.at
     if next_value is not None:  # rows only: the stream has no insertions
-        stream = Appended(torch.zeros(0, dtype=torch.int64), inputs.at.ends.numel())
+        stream = Appended(torch.zeros(0, dtype=torch.int64), at.ends.numel())
         value = _values_at_places(inputs, observations, stream, inputs.parameters.now)
-        value = value.reshape(*batch.batch_size, *value.shape[1:])
-        return Values(value, zeroed(next_value, inputs.at.terminated))
+        value = value.reshape(*at.ends.shape, *value.shape[1:])
+        return Values(value, zeroed(next_value, at.terminated))
 
     if inputs.n_step:
         raise ValueError(
@@ -301,9 +437,10 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
             "before the n-step transform, or use shifted=False with a network that reads one row at a time"
         )
 
-    following_parameters = inputs.parameters.following
-    if following_parameters is None:
-        return _over_stream(inputs, observations, inputs.parameters.now, value)
+    now = inputs.parameters.now
+    then = inputs.parameters.following
+    if then is None:
+        return _over_stream(inputs, observations, now, value)
 
     if inputs.shifted:
         raise ValueError(
@@ -312,78 +449,12 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
         )
 
     if value is None:  # the stream twice, once with each set of parameters
-        value = _over_stream(inputs, observations, inputs.parameters.now, None).value
-    following_values = _over_stream(inputs, observations, following_parameters, None)
-    return Values(value, following_values.next_value)
-
-
-def _row_by_row(
-    inputs: ValueInputs, network: NetworkInputs, root: Columns, following: Columns, value: Tensor | None
-) -> Values:
-    """Values of observations and next observations of a network that reads one row at a time.
-
-    It is called on one after the other, or once where they are few. ``value``, of the observations, may be known.
-    """
-    at = inputs.at
-    chunks = inputs.chunks
-    now = inputs.parameters.now
-    then = inputs.parameters.following
-    if then is None:
-        then = now
-    one_call = value is None and now is then and chunks.whole
-
-    dim = 0
-    spans = iter([(0, len(at.ends))])
-    if not chunks.whole or chunks.dim != 0:
-        dim = chunks.along(inputs.batch.batch_dims)
-        spans = chunks.spans(inputs.batch.shape[dim])
-
-    # one item per chunk
-    values = []
-    next_values = []
-    for start, stop in spans:
-        part = root
-        after = following
-        unknown = at.unknown
-        over = at.terminated
-        if stop - start != over.shape[dim]:  # not all rows at once
-            chunk = (*[slice(None)] * dim, slice(start, stop))  # rows start to stop along dim
-            part = {key: column[chunk] for key, column in root.items()}
-            after = {key: column[chunk] for key, column in following.items()}
-            over = over[chunk]
-            if unknown is not None:
-                unknown = unknown[chunk]
-
-        filled: Columns = {}
-        for key, column in after.items():
-            warn = partial(_warn_of_nan, inputs.warn, key, unknown, over)
-            filled[key] = fill_missing(column, part[key], unknown, warn)
-
-        # of the chunk: count is where dim 0 is split below
-        count = len(over)
-        shape = over.shape
-        if one_call and over.numel() <= _FEW_ROWS and sum(c.nbytes for c in part.values()) <= _FEW_BYTES:
-            # Observations first, then next observations, in a single call.
-            pairs = {key: torch.cat([column, filled[key]]) for key, column in part.items()}
-            both = evaluate_network(
-                network.module, pairs, torch.Size([2 * count, *shape[1:]]), inputs.value_key, now
-            )
-            values.append(both[:count])
-            next_values.append(both[count:])
-            continue
-
-        if value is None:
-            values.append(evaluate_network(network.module, part, shape, inputs.value_key, now))
-        next_values.append(evaluate_network(network.module, filled, shape, inputs.value_key, then))
-
-    if value is None:
-        value = values[0] if len(values) == 1 else torch.cat(values, dim)
-    next_value = next_values[0] if len(next_values) == 1 else torch.cat(next_values, dim)
-    return Values(value, zeroed(next_value, at.terminated))
+        value = _over_stream(inputs, observations, now, None).value
+    return Values(value, _over_stream(inputs, observations, then, None).next_value)
 
 
 def _flatten(
-    inputs: ValueInputs, network: NetworkInputs, root: Columns, following: Columns, final: Final | None
+    inputs: ValueInputs, network: NetworkInputs, rows: RowInputs, final: Final | None
 ) -> Observations:
     """Return the observations with all batch dims flattened, and the other inputs of recurrent modules."""
     batch = inputs.batch
@@ -400,7 +471,7 @@ def _flatten(
                 "collector.final as it came with the batch"
             )
 
-    columns = {key: flat_rows(column, dims) for key, column in root.items()}
+    columns = {key: flat_rows(column, dims) for key, column in rows.root.items()}
     starts = None
     # For recurrent modules the computed boundaries, not the markers of the batch, say where runs start.
     if network.recurrent:
@@ -410,16 +481,16 @@ def _flatten(
         columns[network.is_init_key] = is_init
         starts = (network.is_init_key, is_init)
 
-    unknown = inputs.at.unknown
+    unknown = rows.unknown
     if unknown is not None:
         unknown = unknown.reshape(-1)
 
     return Observations(
         root=columns,
-        next={key: flat_rows(column, dims) for key, column in following.items()},
+        next={key: flat_rows(column, dims) for key, column in rows.following.items()},
         final=next_final,
         final_row=final_row,
-        nowhere=[key for key in root if key not in following and key not in next_final],
+        nowhere=[key for key in rows.root if key not in rows.following and key not in next_final],
         unknown=unknown,
         starts=starts,
     )
@@ -508,9 +579,7 @@ def _values_at_places(
         columns = _columns_at_places(inputs, observations, stream, start, stop)
         values.append(evaluate_network(module, columns, torch.Size([stop - start]), key, parameters))
 
-    if len(values) == 1:
-        return values[0]
-    return torch.cat(values)
+    return _join(values)
 
 
 def _columns_at_places(
@@ -610,8 +679,10 @@ def _final_tells(inputs: ValueInputs, observations: Observations) -> bool:
         return False
     if observations.unknown is not None or observations.nowhere or network is None or network.recurrent:
         return False
-    parts = network.module.modules()
-    return not any(isinstance(part, torch.nn.modules.batchnorm._NormBase) and part.training for part in parts)
+    # what all of torch's layers have whose statistics are those of a batch
+    return not any(
+        hasattr(part, "track_running_stats") and part.training for part in network.module.modules()
+    )
 
 
 def _rows_in_final(observations: Observations, bootstrapped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -727,20 +798,24 @@ def evaluate_network(
     """Return the network's output under ``value_key``, ``[*shape, *F]``, for these input columns.
 
     ``parameters`` take the place of its own. A KeyError says that it writes no such entry, a ValueError that the
-    value has no trailing dim.
+    value is not one for each row, with a trailing dim.
     """
     # The parameters replace the network's own only during the call.
     with nullcontext() if parameters is None else parameters.to_module(network):
-        out = call_network(network, TensorDict(dict(columns), batch_size=shape))
+        outputs: Any = None
+        if value_key in network.out_keys:
+            outputs = call_plain(network, columns)
+        if outputs is None:
+            outputs = call_network(network, TensorDict(dict(columns), batch_size=shape))
 
-    value: Tensor | None = out.get(value_key, None)
+    value: Tensor | None = outputs.get(value_key, None)
     if value is None:
         raise KeyError(
             f"value_network wrote no entry {value_key!r}: its out_keys are {list(network.out_keys)}; "
             "name the one that holds the value with value_key="
         )
 
-    if value.ndim == len(shape):
+    if value.ndim == len(shape) or value.shape[: len(shape)] != shape:
         raise ValueError(
             f"value_network, given a batch of {tuple(shape)}, must write {value_key!r} of shape {(*shape, 1)}, "
             f"got {tuple(value.shape)}"

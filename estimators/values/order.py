@@ -4,7 +4,7 @@ Only values on the host are checked: on a device, in ``torch.compile`` and in ``
 would sync or is impossible.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from flatroll.estimators.masked import WarnOnce
+from flatroll.estimators.values.evaluate import ValueInputs
 from flatroll.estimators.values.extended_stream import Boundaries
 from flatroll.layout.following import follow
 from flatroll.layout.keys import NestedKey, marker, next_key
@@ -29,41 +31,102 @@ _WAY_OUT = (
 )
 
 
-def check_steps(batch: TensorDictBase, at: Boundaries, step_key: NestedKey, mask_key: NestedKey) -> bool:
-    """Check that step counts go up by one inside each run; return whether the batch has usable step counts.
+class OrderCheck:
+    """Checks whether consecutive rows of a run follow one another, in some of an estimator's calls.
+
+    It takes a tenth of a call with few rows, so only the first calls and every 16th check.
 
     Args:
-        batch: ``[*B, T]``, on the host.
-        at: its boundaries.
-        step_key: integer entry ``[*B, T]`` or ``[*B, T, 1]``.
-        mask_key: bool entry, False at padding, which is not checked.
-
-    Raises:
-        ValueError: a row does not follow the one before it.
+        sums_along: whether the estimator sums along runs. Otherwise the order matters only to its network.
     """
-    step: Tensor | None = get_entry(batch, step_key)
-    if step is None or step.numel() != at.ends.numel() or step.is_floating_point() or step.is_complex():
-        return False
 
-    numbers: Array = step.reshape(-1).numpy()
-    last: Array = at.ends.reshape(-1).numpy()
-    follows = np.equal(numbers[1:] - numbers[:-1], 1)  # whether the next row follows directly
-    follows |= last[:-1]
-    if follows.all():
-        return True
+    def __init__(self, sums_along: bool) -> None:
+        self._sums_along = sums_along
+        self._warn = WarnOnce()
+        self._calls = 0
 
-    follows |= at.terminated.reshape(-1).numpy()[:-1]
-    if get_entry(batch, mask_key) is not None:
-        follows |= ~marker(batch, mask_key).reshape(-1).numpy()[:-1]
+    def __call__(self, inputs: ValueInputs, keys: Mapping[str, NestedKey], trace: float | Tensor) -> None:
+        """Check a batch ``[*B, T]``, on the host.
+
+        Args:
+            inputs: the batch, its boundaries and the value network.
+            keys: of ``step_count``, ``done`` and ``mask``.
+            trace: lambda. Where it is 0, nothing is lost in runs of one row.
+
+        Raises:
+            ValueError: a row does not follow the one before it, as their step counts say, else the next observations
+                of some rows.
+        """
+        self._calls += 1
+        if self._calls > 4 and self._calls % 16:
+            return
+        if not self._sums_along and not _is_read_in_order(inputs):
+            return
+
+        batch = inputs.batch
+        at = inputs.at
+        ends: Array = at.ends.reshape(-1).numpy()
+        rows = len(ends)
+        if rows >= _FEW and 10 * int(np.count_nonzero(ends)) >= 9 * rows:
+            self._look_for_single_rows(batch, at, keys["done"], trace)
+
+        # Step counts go up by one inside each run.
+        step: Tensor | None = get_entry(batch, keys["step_count"])
+        if step is not None and step.numel() == rows and not (step.is_floating_point() or step.is_complex()):
+            numbers: Array = step.reshape(-1).numpy()
+            follows = np.equal(numbers[1:] - numbers[:-1], 1)  # whether the next row follows directly
+            follows |= ends[:-1]
+            if not follows.all():
+                _check_gaps(batch, at, keys, numbers, follows)
+        elif inputs.network is not None and not inputs.n_step:
+            check_observations(batch, at, inputs.network.observed)
+
+    def _look_for_single_rows(
+        self, batch: TensorDictBase, at: Boundaries, done_key: NestedKey, trace: float | Tensor
+    ) -> None:
+        """Warn once if the estimator sums along runs, but nearly every row is a run of its own that is not done."""
+        if not self._sums_along or (isinstance(trace, float) and trace == 0.0):
+            return
+
+        single = at.ends & ~at.terminated
+        if get_entry(batch, done_key) is not None:
+            single &= ~marker(batch, done_key)
+
+        alone = int(single.sum())
+        count = single.numel()
+        if alone >= 0.9 * count:
+            self._warn(
+                f"{alone} of {count} rows are runs of one row that are not done, so there is nothing to sum along: "
+                "call the estimator before rows are stored or shuffled, sample slices (SliceSampler), or use "
+                "TD0Estimator"
+            )
+
+
+def _is_read_in_order(inputs: ValueInputs) -> bool:
+    """Return whether the next value of a row is that of the next row: the network is called once for both."""
+    network = inputs.network
+    if inputs.shifted or network is None:
+        return inputs.shifted
+    return network.recurrent or any(get_entry(inputs.batch, key) is None for key in network.next_observed)
+
+
+def _check_gaps(
+    batch: TensorDictBase, at: Boundaries, keys: Mapping[str, NestedKey], numbers: Array, follows: Array
+) -> None:
+    """Raise ValueError at the first gap in the step counts ``numbers`` ``[N]`` that is in a run, outside of padding.
+
+    ``follows``, bool ``[N - 1]``, says which rows the next one follows, or need not.
+    """
+    follows = follows | at.terminated.reshape(-1).numpy()[:-1]
+    if get_entry(batch, keys["mask"]) is not None:
+        follows |= ~marker(batch, keys["mask"]).reshape(-1).numpy()[:-1]
 
     gaps = np.flatnonzero(~follows)
     if len(gaps):
         row = int(gaps[0])
         raise ValueError(
-            f"{_name_row(batch, row)}: {step_key!r} is {numbers[row + 1]} after {numbers[row]}. {_WAY_OUT}"
+            f"{_name_row(batch, row)}: {keys['step_count']!r} is {numbers[row + 1]} after {numbers[row]}. {_WAY_OUT}"
         )
-
-    return True
 
 
 def check_observations(batch: TensorDictBase, at: Boundaries, observed: Sequence[NestedKey]) -> None:
@@ -121,26 +184,6 @@ def check_observations(batch: TensorDictBase, at: Boundaries, observed: Sequence
             raise ValueError(
                 f"{_name_row(batch, row)}: its next observation is that of row {int(found.nonzero()[0])}. {_WAY_OUT}"
             )
-
-
-def check_runs(
-    batch: TensorDictBase, at: Boundaries, done_key: NestedKey, warn: Callable[[str], None]
-) -> None:
-    """Warn if nearly every row of ``batch`` ``[*B, T]``, on the host, is a run of its own that is not done."""
-    count = at.ends.numel()
-    if count < _FEW or 10 * int(np.count_nonzero(at.ends.numpy())) < 9 * count:
-        return
-
-    single = at.ends & ~at.terminated
-    if get_entry(batch, done_key) is not None:
-        single &= ~marker(batch, done_key)
-
-    alone = int(single.sum())
-    if alone >= 0.9 * count:
-        warn(
-            f"{alone} of {count} rows are runs of one row that are not done, so there is nothing to sum along: call "
-            "the estimator before rows are stored or shuffled, sample slices (SliceSampler), or use TD0Estimator"
-        )
 
 
 def _bits(column: Tensor) -> Array:

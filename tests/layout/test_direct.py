@@ -19,7 +19,15 @@ from torch import Tensor, nn
 from torch.distributions import Categorical
 
 from flatroll.layout import tensordict_seam
-from flatroll.layout.tensordict_seam import call_for, call_network, call_policy, get_entry, nest, shallow_copy
+from flatroll.layout.tensordict_seam import (
+    call_for,
+    call_network,
+    call_plain,
+    call_policy,
+    get_entry,
+    nest,
+    shallow_copy,
+)
 
 
 @pytest.fixture(params=[True, False], ids=["private", "public"], autouse=True)
@@ -81,6 +89,19 @@ def test_the_same_is_written(name: str) -> None:
             torch.testing.assert_close(call_for(network, batch, key), expected[key])
             assert set(batch.keys(True, True)) == {"a", ("in", "a")}
     assert call_for(network, rows(), "nowhere") is None
+
+
+@pytest.mark.parametrize("name", networks())
+def test_a_plain_network_is_called_on_columns_too(name: str, way: bool) -> None:
+    network = networks()[name]
+    found = call_plain(network, dict(rows().items(True, True)))
+    plain = way and name in ("one", "two", "first", "nested", "mapping")
+    assert (found is not None) == plain
+    if found is not None:
+        expected = network(rows())
+        for key, value in found.items():
+            if key != "_":  # the name of an unused output
+                torch.testing.assert_close(value, expected[key])
 
 
 def test_modes_and_errors_are_those_of_the_call() -> None:

@@ -12,7 +12,6 @@ from flatroll.layout.keys import (
     TRAJ_IDS,
     NestedKey,
     flat_column,
-    marker,
     missing_marker,
 )
 from flatroll.layout.tensordict_seam import get_entry
@@ -62,13 +61,15 @@ def run_ends(
                 "batch must have at least one batch dimension (time is the last), got batch size []"
             )
 
-        markers: list[Tensor | None] = []
+        flags: list[Tensor | None] = []
         for key in (done_key, is_init_key, mask_key):
-            if key is None or get_entry(batch, key) is None:
-                markers.append(None)
-            else:
-                markers.append(marker(batch, key))
-        done, is_init, mask = markers
+            column = None
+            if key is not None:
+                column = get_entry(batch, key)
+                if column is not None:
+                    column = flat_column(column, batch, key, flag=True)
+            flags.append(column)
+        done, is_init, mask = flags
 
         ids: Tensor | None = None
         if traj_key is not None:
@@ -81,13 +82,34 @@ def run_ends(
         check_keys(optional=True, done_key=done_key, traj_key=traj_key)
         raise
 
-    any_marker = next((column for column in (ids, is_init, done) if column is not None), None)
-    if any_marker is None:
-        error = missing_marker(is_init_key, batch.keys(True, True))
-        raise KeyError(f"{error.args[0]}. Any one of {is_init_key!r}, {done_key!r}, {traj_key!r} is enough")
+    if done is None and is_init is None and ids is None:
+        raise no_markers_error(batch, is_init_key, done_key, traj_key)
+    return ends_from(done, is_init, ids, mask)
+
+
+def no_markers_error(
+    batch: TensorDictBase, is_init_key: NestedKey, done_key: NestedKey | None, traj_key: NestedKey | None
+) -> KeyError:
+    """Return the error for a batch without any of the markers from which :func:`run_ends` finds runs."""
+    error = missing_marker(is_init_key, batch.keys(True, True))
+    return KeyError(f"{error.args[0]}. Any one of {is_init_key!r}, {done_key!r}, {traj_key!r} is enough")
+
+
+def ends_from(
+    done: Tensor | None, is_init: Tensor | None, ids: Tensor | None, mask: Tensor | None = None
+) -> Tensor:
+    """Return the last rows of runs (:func:`run_ends`), given the markers ``[*B, T]`` that there are, at least one.
+
+    The mask alone is not enough.
+
+    >>> import torch
+    >>> ends_from(None, None, torch.tensor([7, 7, 9, 9]))
+    tensor([False,  True, False,  True])
+    """
+    any_marker = next(column for column in (ids, is_init, done) if column is not None)
 
     if done is None:
-        ends = torch.zeros(batch.batch_size, dtype=torch.bool, device=any_marker.device)
+        ends = torch.zeros(any_marker.shape, dtype=torch.bool, device=any_marker.device)
     else:
         ends = done.to(any_marker.device, copy=True)  # a copy, because the lines below write into it
 

@@ -11,7 +11,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDictBase
 from torch import Tensor
 
-from flatroll.layout.checks import as_text, check_key_names, check_keys, check_rows, did_you_mean
+from flatroll.layout.checks import as_text, check_flags, check_key_names, check_keys, check_rows, did_you_mean
 
 #: The name of an entry: a string, or a tuple of strings for an entry of a nested tensordict.
 NestedKey: TypeAlias = str | tuple[str, ...]
@@ -271,33 +271,35 @@ def marker(batch: TensorDictBase, key: NestedKey) -> Tensor:
     >>> marker(TensorDict({"is_init": torch.tensor([[True], [False]])}, [2]), "is_init")
     tensor([ True, False])
     """
-    column = require(batch, key)
-    if column.dtype is not torch.bool:
-        raise TypeError(f"batch[{key!r}] must be bool, got {column.dtype}: cast it with .bool()")
-    return flat_column(column, batch, key)
+    return flat_column(require(batch, key), batch, key, flag=True)
 
 
 def optional_marker(batch: TensorDictBase, key: NestedKey) -> Tensor | None:
     """Return :func:`marker`, or None if the batch has no column ``key``."""
-    if batch.get(key, None) is None:
+    column = batch.get(key, None)
+    if column is None:
         return None
-    return marker(batch, key)
+    return flat_column(column, batch, key, flag=True)
 
 
-def flat_column(column: Tensor, batch: TensorDictBase, key: NestedKey) -> Tensor:
+def flat_column(column: Tensor, batch: TensorDictBase, key: NestedKey, *, flag: bool = False) -> Tensor:
     """Return a column ``[*B]`` or ``[*B, 1]`` as ``[*B]``: one value per row.
 
     Args:
         column: values of the rows of ``batch``.
         batch: tensordict of batch size ``[*B]``.
         key: the column's name, for the error.
+        flag: whether it must be bool. Default: any dtype will do.
 
     Raises:
-        TypeError: the column is not a tensor.
+        TypeError: the column is not a tensor, or a flag is not bool.
         ValueError: it has another shape.
     """
     if not isinstance(column, Tensor):
         raise TypeError(f"batch[{key!r}] must be a tensor, got {as_text(column)}")
+    if flag and column.dtype is not torch.bool:
+        check_flags(flag=flag)
+        raise TypeError(f"batch[{key!r}] must be bool, got {column.dtype}: cast it with .bool()")
 
     try:
         if column.shape == batch.batch_size:

@@ -24,7 +24,6 @@ from tensordict.nn import (
     TensorDictSequential,
     probabilistic,
     set_interaction_type,
-    skip_existing,
     utils,
 )
 from tensordict.nn.probabilistic import interaction_type
@@ -35,9 +34,15 @@ from torch.nn.modules import module as torch_module
 from flatroll.layout.keys import NestedKey, as_tuple
 from flatroll.layout.sampling import base_sample_key, components, draw
 
+# The variables that hold tensordict's modes. Reading one takes 0.1 µs; the public functions take a lock and 1 µs.
+_TYPE: Any = getattr(probabilistic, "_interaction_type", None)
+_SKIPS: Any = getattr(utils, "_skip_existing", None)
+
 #: Whether the private attributes exist and are used. Tests also run with False.
-USES_PRIVATES = all(hasattr(TensorDict, name) for name in ("_new_unsafe", "_maybe_names")) and isinstance(
-    getattr(TensorDict({}), "_tensordict", None), dict
+USES_PRIVATES = (
+    all(hasattr(TensorDict, name) for name in ("_new_unsafe", "_maybe_names"))
+    and isinstance(getattr(TensorDict({}), "_tensordict", None), dict)
+    and hasattr(_SKIPS, "_mode")
 )
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -194,11 +199,7 @@ def plain_attributes(network: object, kind: type, plain: Mapping[str, Any]) -> d
 
 def calls_do_more() -> bool:
     """Return whether any module's call does more than call its ``forward``: skips existing entries, runs hooks."""
-    if not USES_PRIVATES or any(_GLOBAL_HOOKS):
-        return True
-    if hasattr(_SKIPS, "_mode"):
-        return bool(_SKIPS._mode)
-    return bool(skip_existing())
+    return not USES_PRIVATES or bool(_SKIPS._mode) or any(_GLOBAL_HOOKS)
 
 
 def hooks_of(own: Mapping[str, Any]) -> list[Mapping[Any, Any]]:
@@ -212,11 +213,6 @@ def _has_same_call(actor: type) -> bool:
     names = ("__call__", "forward", "get_dist", "get_dist_params", "dist_sample_keys", "log_prob_keys")
     base = ProbabilisticTensorDictSequential
     return issubclass(actor, base) and all(getattr(actor, name) is getattr(base, name) for name in names)
-
-
-# The variables that hold tensordict's modes. Reading one takes 0.1 µs; the public functions take a lock and 1 µs.
-_TYPE: Any = getattr(probabilistic, "_interaction_type", None)
-_SKIPS: Any = getattr(utils, "_skip_existing", None)
 
 
 def interaction_kind() -> InteractionType | None:
@@ -252,7 +248,7 @@ def call_network(network: TensorDictModuleBase, batch: TensorDictBase) -> Tensor
     >>> call_network(net, TensorDict({"a": torch.ones(2)}, [2]))["b"]
     tensor([1., 1.])
     """
-    outputs = _call_function(network, batch)
+    outputs = call_plain(network, batch)
     if outputs is not None:
         for key, value in outputs.items():
             if key != "_":  # the name of an unused output
@@ -427,7 +423,7 @@ def prepare_sampling(
                 alone = alone and not any((key if isinstance(key, str) else key[0]) in roots for key in read)
 
             if made and alone:
-                outputs = _call_function(parts[0], batch)
+                outputs = call_plain(parts[0], batch)
                 if outputs is not None:
                     return last, batch, outputs
             batch = shallow_copy(batch)
@@ -447,7 +443,7 @@ def call_for(network: TensorDictModuleBase, batch: TensorDictBase, key: NestedKe
         return None  # an entry of the batch with this name is not the network's
 
     if len(out_keys) == 1:
-        outputs = _call_function(network, batch)
+        outputs = call_plain(network, batch)
         if outputs is not None:
             value = outputs[out_keys[0]]
             if isinstance(value, Tensor):
@@ -457,15 +453,25 @@ def call_for(network: TensorDictModuleBase, batch: TensorDictBase, key: NestedKe
     return found
 
 
-def _call_function(network: TensorDictModuleBase, batch: TensorDictBase) -> dict[NestedKey, Any] | None:
-    """Call the network's function and return its outputs by key; None, without a call, if it does more than that."""
+def call_plain(
+    network: TensorDictModuleBase, batch: TensorDictBase | Mapping[NestedKey, Tensor]
+) -> dict[NestedKey, Any] | None:
+    """Call the network's function and return its outputs by key; None, without a call, if it does more than that.
+
+    >>> network = TensorDictModule(torch.nn.Identity(), in_keys=["a"], out_keys=["b"])
+    >>> call_plain(network, {"a": torch.ones(2)})
+    {'b': tensor([1., 1.])}
+    """
     if plain_attributes(network, TensorDictModule, PLAIN_MODULE) is None:
         return None
 
+    entries: Any = batch
     inputs = []
     for key in cast(list[Any], network.in_keys):
-        is_root = type(batch) is TensorDict and type(key) is str
-        column = batch._tensordict.get(key) if is_root else batch.get(key, None)
+        if type(batch) is TensorDict and type(key) is str:
+            column = entries._tensordict.get(key)
+        else:
+            column = entries.get(key, None)
         if not isinstance(column, Tensor):
             return None
         inputs.append(column)

@@ -319,6 +319,29 @@ def test_without_a_network_both_values_are_in_the_batch(batch_of: BatchOf, kind:
     torch.testing.assert_close((out["advantage"], out["value_target"]), wanted)
 
 
+@EACH
+def test_the_network_can_be_replaced(batch_of: BatchOf, kind: str) -> None:
+    batch = acted(batch_of([(3, "truncated"), (2, "terminated"), (2, "cut")]))
+    wanted = alone(kind, batch)
+    estimator = KINDS[kind](norm_critic())
+
+    # another network, which reads another entry
+    estimator.value_network = TensorDictModule(
+        lambda x: 2 * x.norm(dim=-1, keepdim=True), ["half"], ["state_value"]
+    )
+    batch["half"] = batch["observation"] / 2
+    batch["next", "half"] = batch["next", "observation"] / 2
+    out = estimator(batch)
+    torch.testing.assert_close((out["advantage"], out["value_target"]), wanted)
+    assert ("next", "half") in estimator.in_keys
+
+    # none: the batch holds both values now
+    estimator.value_network = None
+    out = estimator(batch)
+    torch.testing.assert_close((out["advantage"], out["value_target"]), wanted)
+    assert ("next", "half") not in estimator.in_keys
+
+
 class Counting:
     """A critic that counts its rows."""
 

@@ -290,9 +290,14 @@ def test_unknown_key_name() -> None:
             ValueError,
             "given a batch of (32,), must write 'state_value' of shape (32, 1), got (32,)",
         ),
+        (
+            lambda x: x[:5, :1],
+            ValueError,
+            "given a batch of (32,), must write 'state_value' of shape (32, 1), got (5, 1)",
+        ),
         (lambda x: x, ValueError, "values of the reward's shape (16, 1), got (16, 3)"),
     ],
-    ids=["no trailing dim", "too wide"],
+    ids=["no trailing dim", "too few rows", "too wide"],
 )
 def test_bad_values(mixed: TensorDict, net: Any, error: type[Exception], text: str) -> None:
     critic = TensorDictModule(net, in_keys=["observation"], out_keys=["state_value"])

@@ -141,7 +141,9 @@ def audit(batch: TensorDictBase, *, keys: Sequence[NestedKey] | None = None, lim
         return Findings([Finding(WHOLE_BATCH, "device", text)])
 
     observations = observation_keys(batch) if named is None else named
-    unpadded = rules.UnpaddedRows(batch, observations)
+    # A batch whose entries are on a device need not say so itself.
+    device = next(iter(places), None)
+    unpadded = rules.UnpaddedRows(batch, observations, device)
     breaches = list(rules.shapes_and_dtypes(batch, observations))
     if not unpadded.has_marker:
         text = f"none of {IS_INIT!r}, {DONE!r}, {TRAJ_IDS!r} is there and usable: runs cannot be told apart"

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.layout.boundaries import run_ends, starts_from
+from flatroll.layout.boundaries import ends_from, starts_from
 from flatroll.layout.inspect.repeats import firsts_are_rare, number_kinds
 from flatroll.layout.keys import (
     ACTION,
@@ -78,10 +78,7 @@ class UnpaddedRows:
         in_slices: whether the batch looks like sampled slices.
     """
 
-    def __init__(self, batch: TensorDictBase, keys: Sequence[NestedKey]) -> None:
-        # A batch of columns on a device need not say so itself.
-        columns = (leaf for leaf in batch.values(True, True) if isinstance(leaf, Tensor))
-        device = next((column.device for column in columns), None)
+    def __init__(self, batch: TensorDictBase, keys: Sequence[NestedKey], device: torch.device | None) -> None:
         self.numbers = torch.arange(batch.shape[0], device=device)
         mask = usable(batch, MASK)
         if mask is not None:
@@ -111,14 +108,11 @@ class UnpaddedRows:
             if self.truncated is not None:
                 self.truncated = self.truncated & own
 
-        markers = {IS_INIT: self.is_init, DONE: self.done, TRAJ_IDS: self.ids}
-        present = {key: column for key, column in markers.items() if column is not None}
-        self.has_marker = bool(present)
-
-        every = torch.ones_like(self.numbers, dtype=torch.bool)
-        self.ends = every
-        if present:
-            self.ends = run_ends(TensorDict(present, batch.batch_size))
+        self.has_marker = any(column is not None for column in (self.is_init, self.done, self.ids))
+        if self.has_marker:
+            self.ends = ends_from(self.done, self.is_init, self.ids)
+        else:
+            self.ends = torch.ones_like(self.numbers, dtype=torch.bool)
         # Only a slice sampler marks every run's first row; a collector's windows begin anywhere.
         starts = starts_from(self.ends)
         self.in_slices = self.is_init is not None and bool((self.is_init | ~starts).all())
