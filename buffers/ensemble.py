@@ -50,7 +50,7 @@ Part = TypeVar("Part")
 #: Chooses several members of an ensemble.
 Several: TypeAlias = slice | list[int] | range | Tensor | NDArray[Any]
 #: Dtype and shape of each entry of a sample, by key.
-Form = dict[Any, tuple[Any, torch.Size]]
+Form = dict[Any, tuple[Any, torch.Size, torch.device | None]]
 
 
 def pick(parts: Sequence[Part], index: int | Several, name: str) -> Part | list[Part]:
@@ -267,7 +267,7 @@ def collate_members(parts: list[Any], members: list[int], stack: bool) -> Any:
     if columns:
         forms: list[Form] = []
         for each in columns:
-            forms.append({key: (column.dtype, column.shape) for key, column in each.items()})
+            forms.append({key: _form_of(column) for key, column in each.items()})
     else:
         forms = [_form(part) for part in parts]
     _check_alike(forms, members, stack)
@@ -291,7 +291,7 @@ def collate_members(parts: list[Any], members: list[int], stack: bool) -> Any:
 
 
 def _check_alike(forms: list[Form], members: list[int], stack: bool) -> None:
-    """ValueError unless all members' samples have the first one's entries, dtypes and shapes."""
+    """ValueError unless all members' samples have the first one's entries, dtypes, shapes and devices."""
     first = members[0]
     for member, form in zip(members, forms, strict=True):
         if form == forms[0]:
@@ -307,8 +307,14 @@ def _check_alike(forms: list[Form], members: list[int], stack: bool) -> None:
                     "samples to the same form (stack=False needs the same entries as well)"
                 )
 
-            dtype, shape = expected
-            other_dtype, other_shape = got
+            dtype, shape, device = expected
+            other_dtype, other_shape, other_device = got
+            if device != other_device:
+                raise ValueError(
+                    f"member {first} returns {_shown(key)} on {device}, member {member} on {other_device}: move the "
+                    "members' samples to one device with a transform of each buffer, lambda td: td.to(device)"
+                )
+
             # The number of rows may differ unless they are stacked.
             if dtype != other_dtype or shape[1:] != other_shape[1:] or len(shape) != len(other_shape):
                 raise ValueError(
@@ -333,10 +339,15 @@ def _form(part: Any) -> Form:
     form: Form = {}
     for key, value in entries:
         if isinstance(value, Tensor):
-            form[key] = value.dtype, value.shape
+            form[key] = _form_of(value)
         else:
-            form[key] = type(value).__name__, torch.Size([])
+            form[key] = type(value).__name__, torch.Size([]), None
     return form
+
+
+def _form_of(value: Tensor) -> tuple[Any, torch.Size, torch.device | None]:
+    """Return what samples must have in common to be joined: dtype, shape and device."""
+    return value.dtype, value.shape, value.device
 
 
 def _shown(key: Any) -> str:

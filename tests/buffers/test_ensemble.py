@@ -31,6 +31,7 @@ from flatroll.buffers import (
     TensorStorage,
     WriterEnsemble,
 )
+from flatroll.buffers.ensemble import collate_members
 from flatroll.layout import run_ends
 
 
@@ -429,3 +430,9 @@ def test_the_choice_of_members_may_be_set_later() -> None:
     for name, value in (("p", [1, 2]), ("num_buffer_sampled", 3)):
         with pytest.raises(TypeError, match="sample_from_all=True takes each member once"):
             setattr(everyone, name, value)
+
+
+def test_samples_on_two_devices_name_both() -> None:
+    parts = [TensorDict({"x": torch.zeros(2, device=device)}, [2]) for device in ("cpu", "meta")]
+    with pytest.raises(ValueError, match=r"member 0 returns the entry 'x' on cpu, member 3 on meta"):
+        collate_members(parts, members=[0, 3], stack=True)

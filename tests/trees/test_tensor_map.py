@@ -138,6 +138,11 @@ def test_clear_and_save() -> None:
         assert len(emptied) == 1 and emptied[keys(7)]["v"].tolist() == [7.0]
 
 
+def test_a_map_has_room_for_one_key_at_least() -> None:
+    with pytest.raises(ValueError, match="max_size"):
+        make_map(max_size=0)
+
+
 def test_from_a_pair() -> None:
     mapped = TensorDictMap.from_tensordict_pair(
         keys(1), values(1.0), ["x"], out_keys=["v"], storage_constructor=lambda: LazyTensorStorage(2)

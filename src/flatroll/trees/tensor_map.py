@@ -104,9 +104,10 @@ class TensorDictMap(TensorDictModuleBase, TensorMap[TensorDictBase, TensorDictBa
         self._stored_keys = list[NestedKey]()
         self._wanted = None if out_keys is None else list(out_keys)
 
-        given = max_size and check_whole_number("max_size", max_size)
+        if max_size is not None:
+            check_whole_number("max_size", max_size)
         of_storage = None if storage is None else storage.max_size
-        limits = [limit for limit in (given, of_storage) if limit is not None]
+        limits = [limit for limit in (max_size, of_storage) if limit is not None]
         self.max_size = min(limits, default=None)
 
     @classmethod
