@@ -7,6 +7,7 @@ import re
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -297,18 +298,24 @@ class Packer:
         return name
 
 
+@dataclass(slots=True)
 class _Unpacker:
-    """Rebuilds values, checking their descriptions first."""
+    """Rebuilds values, checking their descriptions first.
 
-    def __init__(self, tensors: Mapping[str, Tensor], max_bytes: int) -> None:
-        self._tensors = tensors
-        self._left = max_bytes
-        self._items = 0
+    Args:
+        tensors: by name.
+        left: bytes that compressed tensors may still take when they are decompressed.
+        items: number of values found so far.
+    """
+
+    tensors: Mapping[str, Tensor]
+    left: int
+    items: int = 0
 
     def value(self, value: Any, depth: int) -> Any:
         """Return the value of a JSON form; ValueError if it is damaged."""
-        self._items += 1
-        if self._items > _MOST_ITEMS:
+        self.items += 1
+        if self.items > _MOST_ITEMS:
             raise damaged(f"its tree has more than {_MOST_ITEMS} values")
         if value is None or type(value) in (bool, int, str):
             return value
@@ -374,7 +381,7 @@ class _Unpacker:
 
     def _tensor(self, name: Any, dtype: torch.dtype, shape: torch.Size) -> Tensor:
         """Return a copy of the tensor ``name``."""
-        stored = self._tensors.get(name)
+        stored = self.tensors.get(name)
         if stored is not None and stored.device.type != "cpu":
             return stored.clone().view(dtype).view(shape)
 
@@ -394,7 +401,7 @@ class _Unpacker:
 
     def _memory(self, name: Any, size: int) -> Array:
         """Return a copy of the ``size`` bytes of the tensor ``name``, uint8."""
-        stored = self._tensors.get(name) if isinstance(name, str) else None
+        stored = self.tensors.get(name) if isinstance(name, str) else None
 
         if stored is None or stored.ndim != 1 or not stored.is_contiguous():
             raise damaged(f"its tree refers to the tensor {str(name)[:40]!r}, which is missing")
@@ -406,8 +413,8 @@ class _Unpacker:
                 raise damaged(f"its tensor {name!r} has {len(memory)} bytes, expected {size}")
             return memory.copy()
 
-        self._left -= size
-        if self._left < 0:
+        self.left -= size
+        if self.left < 0:
             raise damaged("its compressed tensors are larger than max_bytes when they are decompressed")
         return _decompress(codec, memory.tobytes(), size)
 
