@@ -379,7 +379,8 @@ def test_the_end_of_the_owner_is_told_at_once() -> None:
             os.kill(sibling, signal.SIGKILL)
 
 
-def test_the_owner_ends_with_its_buffer() -> None:
+def test_the_owner_ends_with_its_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flatroll.buffers.remote._PATIENCE", 600)  # however slow the system is
     buffer = buffer_of()
     here, used, unused = buffer.handle(), far(buffer), far(buffer)
     with pytest.raises(ValueError, match="batch_size"):
