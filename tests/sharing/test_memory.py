@@ -203,5 +203,7 @@ def test_a_thousand_windows_open_no_file_and_map_no_memory() -> None:
             kept.append(window.copy())
         if number == 10:
             files, maps = open_files(), mappings()
-    assert open_files() <= files and mappings() <= maps  # what earlier tests left to the garbage collector may go
+    assert (
+        open_files() <= files and mappings() <= maps
+    )  # what earlier tests left to the garbage collector may go
     assert [int(tables[0]["obs"][0, 0]) for tables in kept] == list(range(1000))
