@@ -55,16 +55,22 @@ class CacheFiles(IndexDataCacheFile):
     signature that it leaves out is compiled again.
     """
 
+    def __init__(self, numbered: Any) -> None:
+        """Take the place of Numba's own."""
+        base = numbered._index_name.removesuffix(".nbi")
+        super().__init__(numbered._cache_path, base, numbered._source_stamp)  # type: ignore[no-untyped-call]
+
     def save(self, key: Any, data: Any) -> None:
         """Save the machine code of the signature ``key``."""
-        signature = self._dump((self._source_stamp, key))
+        files: Any = self  # Numba's methods have no types
+        signature = files._dump((self._source_stamp, key))
         number = int.from_bytes(hashlib.sha256(signature).digest()[:6])
-        name = self._data_name(number)
+        name = files._data_name(number)
 
-        self._save_data(name, data)  # first: what an index names is there
-        overloads = self._load_index()
+        files._save_data(name, data)  # first: what an index names is there
+        overloads = files._load_index()
         overloads[key] = name
-        self._save_index(overloads)
+        files._save_index(overloads)
 
 
 _notice = _Notice()
@@ -95,9 +101,7 @@ def compiled(**options: Any) -> Callable[[Any], Any]:
         except RuntimeError:  # no writable cache directory: each process compiles for itself
             kernel = numba.njit(**options)(function)
         else:
-            files = kernel._cache._cache_file
-            base = files._index_name.removesuffix(".nbi")
-            kernel._cache._cache_file = CacheFiles(files._cache_path, base, files._source_stamp)
+            kernel._cache._cache_file = CacheFiles(kernel._cache._cache_file)
         function.__qualname__ = name
         kernel.__qualname__ = name
 
