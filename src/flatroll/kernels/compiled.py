@@ -46,7 +46,7 @@ class _Notice(event.Listener):
         """Called when the compilation has finished."""
 
 
-class CacheFiles(IndexDataCacheFile):
+class _CacheFiles(IndexDataCacheFile):
     """The files of a kernel on disk: an index, and one file of machine code for each signature.
 
     Numba gives these files the next number that the index leaves free. Processes that compile a kernel for different
@@ -101,7 +101,7 @@ def compiled(**options: Any) -> Callable[[Any], Any]:
         except RuntimeError:  # no writable cache directory: each process compiles for itself
             kernel = numba.njit(**options)(function)
         else:
-            kernel._cache._cache_file = CacheFiles(kernel._cache._cache_file)
+            kernel._cache._cache_file = _CacheFiles(kernel._cache._cache_file)
         function.__qualname__ = name
         kernel.__qualname__ = name
 
