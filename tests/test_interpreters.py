@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +97,19 @@ def test_ctrl_c_and_a_kill_reach_it() -> None:
         assert process.returncode == -number
 
 
-def test_a_program_that_hangs_ends_with_its_stack() -> None:
-    program = "import time\ndef hangs():\n    time.sleep(1000)\nhangs()"
-    done = run([sys.executable, "-c", program], timeout=0.5)
+def test_a_program_that_hangs_ends_with_its_stack(tmp_path: Path) -> None:
+    program = "import sys, time\ndef hangs():\n    open(sys.argv[1], 'w').close(); time.sleep(1000)\nhangs()"
+    hangs = tmp_path / "hangs"
+
+    class Awaited(Interpreter):
+        """Its time begins once it hangs."""
+
+        def communicate(self, input: Any = None, timeout: float | None = None) -> tuple[Any, Any]:
+            while not hangs.exists():
+                time.sleep(0.001)
+            return super().communicate(input, timeout)
+
+    done = run([sys.executable, "-c", program, str(hangs)], timeout=0.01, kind=Awaited)
     assert done.returncode == -signal.SIGABRT
     assert "line 3 in hangs" in done.stderr
 

@@ -480,7 +480,7 @@ def test_a_process_that_is_killed_leaves_nothing_under_the_name(format: str, tmp
             def stops(self: Any, index: Any) -> Any:
                 if next(reads) == reads_before:
                     os.write(told, b"x")
-                    sleep(60)
+                    sleep(1000)
                 return real(self, index)
 
             with unittest.mock.patch.object(ReplayBuffer, "__getitem__", stops):

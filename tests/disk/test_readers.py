@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,9 @@ def test_a_reader_of_a_log_beside_a_writer_sees_whole_appends(tmp_path: Path) ->
         thread = threading.Thread(target=read)
         thread.start()
         first = 3
-        while (counts[0] < 25 or first < 300) and thread.is_alive() and first < 9000:
+        while (counts[0] < 25 or first < 300) and thread.is_alive():
+            if first > 9000:
+                time.sleep(0.001)  # a reader that is late gets its turn
             folder.append(rows(first, first + 3))
             first += 3
             if first % 5 == 0:
@@ -67,7 +70,7 @@ def test_a_reader_of_a_log_beside_a_writer_sees_whole_appends(tmp_path: Path) ->
         done.set()
         thread.join()
     assert not errors, errors
-    assert counts[0] >= 5
+    assert counts[0] >= 25
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts in /proc")
@@ -75,6 +78,7 @@ def test_many_segments_leak_neither_descriptors_nor_maps(tmp_path: Path) -> None
     with Folder(tmp_path, write=True, sync=False, segment_rows=1) as folder:
         for row in range(300):
             folder.append({"x": torch.full((1, 2), float(row))})
+    gc.collect()  # what earlier tests left
     descriptors, maps = len(os.listdir("/proc/self/fd")), maps_of(tmp_path)
     for _ in range(3):
         reader = Folder(tmp_path)

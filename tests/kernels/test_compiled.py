@@ -4,8 +4,10 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import interpreters
+import pytest
 
 from flatroll.kernels import compiled as kept
 
@@ -19,17 +21,48 @@ def twice(x):
 """
 
 
-def test_machine_code_is_kept_under_a_hash_of_all_kernels(tmp_path: Path) -> None:
-    """Numba looks at the file of a kernel only, not at the files of the functions that it calls."""
-    path = tmp_path / "doubling.py"
-    path.write_text(SOURCE)
+def doubling(folder: Path) -> Any:
+    """A module with a kernel."""
+    path = folder / "doubling.py"
+    if not path.exists():  # a file that is written anew has another time, and its code is compiled again
+        path.write_text(SOURCE)
     spec = importlib.util.spec_from_file_location("doubling", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def test_machine_code_is_kept_under_a_hash_of_all_kernels(tmp_path: Path) -> None:
+    """Numba looks at the file of a kernel only, not at the files of the functions that it calls."""
+    module = doubling(tmp_path)
     assert module.twice(21) == 42
     assert module.twice.__qualname__ == module.twice.py_func.__qualname__ == "twice"
     assert list(Path(module.twice.stats.cache_path).glob(f"doubling.twice-{kept._HASH}-*.nbi"))
+
+
+@pytest.mark.parametrize("step", ["_save_data", "_save_index"])
+@pytest.mark.parametrize("before", [False, True])
+def test_no_process_finds_the_machine_code_of_other_types(
+    step: str, before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two compile a kernel at the same time: the second one looked before the first one had saved anything."""
+    first, second, third = (doubling(tmp_path).twice._cache._cache_file for _ in range(3))
+    monkeypatch.setattr(second, "_load_index", dict)
+    real = getattr(first, step)
+
+    def beside(*arguments: Any) -> None:
+        if before:
+            second.save("float", "code for float")
+        real(*arguments)
+        if not before:
+            second.save("float", "code for float")
+
+    monkeypatch.setattr(first, step, beside)
+    first.save("int", "code for int")
+    found = {key: third.load(key) for key in ("int", "float")}
+    assert found["int"] in ("code for int", None) and found["float"] in ("code for float", None)
+    assert any(found.values())
 
 
 def test_the_first_kernel_that_is_compiled_says_so_once_and_loading_says_nothing(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def children(pid: int) -> list[int]:
 def running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone before the file was opened, or before it was read
         return False
 
 
@@ -308,13 +308,12 @@ def test_forty_workers_leave_no_file_and_no_process(nursery: Nursery) -> None:
             files = len(os.listdir("/proc/self/fd"))
             theirs = len(os.listdir(f"/proc/{nursery.helper.pid}/fd"))
     assert len(os.listdir("/proc/self/fd")) <= files
-    deadline = (
-        time.monotonic() + 600
-    )  # the helper closes its end of a report after it has said what became of a worker
-    while len(os.listdir(f"/proc/{nursery.helper.pid}/fd")) > theirs:
+    # The helper closes its end of a report after it has said what became of a worker, and a worker of the test before
+    # may still be ending.
+    deadline = time.monotonic() + 600
+    while len(os.listdir(f"/proc/{nursery.helper.pid}/fd")) > theirs or children(nursery.helper.pid):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert children(nursery.helper.pid) == []
 
 
 def test_what_cannot_be_sent_is_named(nursery: Nursery) -> None:
@@ -363,10 +362,13 @@ def test_a_killed_helper_takes_its_workers_along() -> None:
     nursery.close()
 
 
-def test_a_nursery_that_is_dropped_ends_its_workers() -> None:
+def test_a_nursery_that_is_dropped_ends_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     nursery = Nursery(preload=())
     worker = nursery.start(hang)
     worker.receive("hanging", timeout=600)
+    process = nursery.helper
+    wait = process.wait
+    monkeypatch.setattr(process, "wait", lambda *limit: wait(600))  # however slow the system is
     del nursery
     assert not running(worker.pid)
     with pytest.raises(WorkerDied):
@@ -377,7 +379,7 @@ def test_preloading_what_cannot_be_forked_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "busy.py").write_text(
-        "import threading, time\nthreading.Thread(target=time.sleep, args=(9,), daemon=True).start()"
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()"
     )
     monkeypatch.syspath_prepend(tmp_path)
     for name, kind, message in [
@@ -434,4 +436,4 @@ def test_closing_does_not_wait_for_imports(tmp_path: Path, monkeypatch: pytest.M
         call = getattr(process, name)
         monkeypatch.setattr(process, name, lambda *given, n=name, c=call: (calls.append(n), c(*given))[1])
     nursery.close()
-    assert calls == ["kill", "wait"]  # and no wait before
+    assert calls[:2] == ["kill", "wait"]  # and no wait before; where the system is slow, another kill follows

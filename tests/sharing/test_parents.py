@@ -34,9 +34,10 @@ def busy(channel):
     while True:
         pass
 
-def nursery_of(*functions, method="fork"):
+def nursery_of(*functions, method="fork", then=lambda: None):
     nursery = Nursery(method, preload=())
     workers = [nursery.start(function) for function in functions]
+    then()
     print(nursery.helper.pid, *(worker.receive("pid", timeout=600) for worker in workers), flush=True)
     return nursery, workers
 """
@@ -45,9 +46,10 @@ KILLED = {
     "in a long step": "kept = nursery_of(long_step, busy); time.sleep(1000)",
     "with fresh interpreters": "kept = nursery_of(long_step, busy, method='spawn'); time.sleep(1000)",
     "while a forked child holds the sockets": """
-        kept = nursery_of(long_step)
-        if os.fork() == 0:
-            time.sleep(1000); os._exit(0)
+        def fork():
+            if os.fork() == 0:
+                time.sleep(1000); os._exit(0)
+        kept = nursery_of(long_step, then=fork)
         time.sleep(1000)
         """,
 }
@@ -79,7 +81,7 @@ ENDS = {
 def running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone before the file was opened, or before it was read
         return False
 
 

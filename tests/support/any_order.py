@@ -238,7 +238,7 @@ class Shutdown(Case):
         assert_gone(self.pids)
 
 
-def assert_gone(pids: list[int], seconds: float = 30) -> None:
+def assert_gone(pids: list[int], seconds: float = 600) -> None:
     deadline = time.monotonic() + seconds
     while left := [pid for pid in pids if psutil.pid_exists(pid)]:
         assert time.monotonic() < deadline, left

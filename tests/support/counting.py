@@ -1,5 +1,6 @@
 """Count what a call does: torch operations, Python functions, and calls of a patched function."""
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -35,14 +36,31 @@ class Ops(TorchDispatchMode):
 
 def python_calls(function: Callable[[], Any]) -> int:
     """Return how many Python functions a call enters."""
-    calls = [0]
+    return count_calls(function, "call")
+
+
+def count_calls(function: Callable[[], Any], *kinds: str) -> int:
+    """Return how many functions a call enters, of Python ("call") or of C ("c_call").
+
+    Meanwhile nothing is collected: finalizers of garbage that other tests left are functions, too.
+    """
+    calls = 0
+
+    def note(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in kinds
+
     before = sys.getprofile()
-    sys.setprofile(lambda frame, event, argument: calls.__setitem__(0, calls[0] + (event == "call")))
+    collects = gc.isenabled()
+    gc.disable()
+    sys.setprofile(note)
     try:
         function()
     finally:
         sys.setprofile(before)
-    return calls[0]
+        if collects:
+            gc.enable()
+    return calls
 
 
 def noting(notes: list[Any], note: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:

@@ -316,7 +316,7 @@ def in_processes(name: str, count: int, seed: int) -> int:
         if not child:
             text = ""
             try:
-                faulthandler.dump_traceback_later(60 + count, exit=True)
+                faulthandler.dump_traceback_later(150 + count, exit=True)
                 run(name, count, seed, at)
             except BaseException:
                 text = traceback.format_exc()

@@ -44,6 +44,24 @@ def kill_workers(nursery: Nursery, kills: int, seed: int = 0) -> dict[str, Any]:
     segments = shared_names(pids)
     steps: dict[int, int] = {}  # the last step seen of each trajectory
     wrong = rows = 0
+
+    def take(collector: MultiAsyncCollector) -> set[int]:
+        """Collect a batch and check it; return whose rows it holds."""
+        nonlocal rows, wrong
+        batch = next(collector)
+        rows += len(batch)
+        for id, (_, _, step) in zip(batch[IDS].tolist(), batch["observation"].tolist(), strict=True):
+            wrong += step != steps.get(id, -1) + 1  # a gap, a row twice, or another's row
+            steps[id] = int(step)
+        return {id >> 40 for id in batch[IDS].tolist()}
+
+    def settle(collector: MultiAsyncCollector) -> None:
+        """Collect until each worker has delivered: its memory is here then, and that of the one before it is gone."""
+        team: Any = collector._supply.gatherer.team
+        heard: set[int] = set()
+        while not heard >= {member.writer for member in team.members}:
+            heard |= take(collector)
+
     with MultiAsyncCollector(
         envs(2), ItsWeight(), num_workers=3, frames_per_batch=16, on_failure="replace", max_failures=kills,
         compact_obs=True, nursery=nursery,
@@ -54,12 +72,11 @@ def kill_workers(nursery: Nursery, kills: int, seed: int = 0) -> dict[str, Any]:
             os.kill(draw.choice(nursery.workers[-3:]).pid, signal.SIGKILL)
             failures = collector.stats()["failures"]
             while collector.stats()["failures"] == failures or draw.random() < 0.7:
-                batch = next(collector)
-                rows += len(batch)
-                for id, (_, _, step) in zip(batch[IDS].tolist(), batch["observation"].tolist(), strict=True):
-                    wrong += step != steps.get(id, -1) + 1  # a gap, a row twice, or another's row
-                    steps[id] = int(step)
-            before = before or descriptors()  # from the first replacement on
+                take(collector)
+            if not before:  # from the first replacement on
+                settle(collector)
+                before = descriptors()
+        settle(collector)
         opened = descriptors() - before
         writers = {id >> 40 for id in steps}
     left, deadline = shared_names(pids) - segments, time.monotonic() + 600

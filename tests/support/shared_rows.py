@@ -3,6 +3,7 @@
 Each row says who wrote it and when, and holds a checksum of that, so that a mixture of two rows shows.
 """
 
+import gc
 import multiprocessing
 import os
 import random
@@ -91,6 +92,7 @@ def run(seconds: float, writers: int = 2) -> dict[str, int]:
     handle, context = buffer.handle(), multiprocessing.get_context("fork")
     handle.extend(rows_of(0, 0, 1))
     results, stop, choose = context.SimpleQueue(), context.Event(), random.Random(0)
+    gc.collect()  # what earlier tests left
     before = open_files()
     reader = start(read, handle, results, stop)
     killed = [start(write, handle, number + 1) for number in range(writers)]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import matplotlib.pyplot as plt
 import pytest
 import torch
+from counting import count_calls
 from tensordict import TensorDict
 
 from flatroll.buffers import LazyTensorStorage
@@ -42,19 +43,7 @@ def at(observation: int) -> TensorDict:
 
 def calls_in(work: Callable[[], object]) -> int:
     """How many functions, of Python and of C, are called."""
-    count = 0
-
-    def note(frame: object, event: str, argument: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        work()
-    finally:
-        sys.setprofile(before)
-    return count
+    return count_calls(work, "call", "c_call")
 
 
 # 1

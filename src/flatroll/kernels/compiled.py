@@ -15,6 +15,7 @@ from typing import Any
 
 import numba
 from numba.core import event
+from numba.core.caching import IndexDataCacheFile
 from numba.extending import register_jitable
 from numpy.typing import NDArray
 
@@ -49,6 +50,33 @@ class _Notice(event.Listener):
         """Called when the compilation has finished."""
 
 
+class _CacheFiles(IndexDataCacheFile):
+    """The files of a kernel on disk: an index, and one file of machine code for each signature.
+
+    Numba gives these files the next number that the index leaves free. Processes that compile a kernel for different
+    types at the same time then take the same one, and the index of one process stays beside the code of the other.
+    Here the number is a hash of the signature. The index of one process may still replace that of the other: the
+    signature that it leaves out is compiled again.
+    """
+
+    def __init__(self, numbered: Any) -> None:
+        """Take the place of Numba's own."""
+        base = numbered._index_name.removesuffix(".nbi")
+        super().__init__(numbered._cache_path, base, numbered._source_stamp)  # type: ignore[no-untyped-call]
+
+    def save(self, key: Any, data: Any) -> None:
+        """Save the machine code of the signature ``key``."""
+        files: Any = self  # Numba's methods have no types
+        signature = files._dump((self._source_stamp, key))
+        number = int.from_bytes(hashlib.sha256(signature).digest()[:6])
+        name = files._data_name(number)
+
+        files._save_data(name, data)  # first: what an index names is there
+        overloads = files._load_index()
+        overloads[key] = name
+        files._save_index(overloads)
+
+
 _notice = _Notice()
 event.register("numba:compile", _notice)  # type: ignore[no-untyped-call]
 
@@ -76,6 +104,8 @@ def compiled(**options: Any) -> Callable[[Any], Any]:
             kernel = numba.njit(cache=True, **options)(function)
         except RuntimeError:  # no writable cache directory: each process compiles for itself
             kernel = numba.njit(**options)(function)
+        else:
+            kernel._cache._cache_file = _CacheFiles(kernel._cache._cache_file)
         function.__qualname__ = name
         kernel.__qualname__ = name
 

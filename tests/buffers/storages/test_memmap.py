@@ -388,6 +388,7 @@ def test_descriptors_stay_as_they_are_over_many_episodes() -> None:
     batch = TensorDict({"x": torch.arange(1000), "next": {"x": torch.arange(1, 1001), "done": done}}, [1000])
     buffer.extend(batch[:400])
     buffer.extend(batch)
+    gc.collect()  # what earlier tests left
     before = descriptors()
     for _ in range(200):  # 100_000 episodes
         buffer.extend(batch)

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -140,13 +141,16 @@ def test_collection_goes_on(
     )
 
 
-def test_a_worker_that_fails_again_and_again_is_an_error(nursery: Nursery) -> None:
+def test_a_worker_that_fails_again_and_again_is_an_error(
+    nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flatroll.rollouts.workers.team._WITHIN", 3600.0)  # however slow the system is
     with MultiAsyncCollector(
         lambda: Faulty(falls), frames_per_batch=4, on_failure="replace", max_failures=2, nursery=nursery
     ) as collector:
         with pytest.raises(ValueError, match="the robot fell over") as caught:
             list(collector)
-        assert any("3 workers failed within 60 s" in note for note in caught.value.__notes__)
+        assert any("3 workers failed within 3600 s" in note for note in caught.value.__notes__)
     with MultiAsyncCollector(
         lambda: Faulty(falls), frames_per_batch=4, on_failure="drop", nursery=nursery
     ) as collector:
@@ -170,7 +174,8 @@ def test_a_stopped_worker_is_replaced(sync: bool, nursery: Nursery) -> None:
     ) as collector:
         next(collector)
         for worker in nursery.workers[-2:]:
-            os.kill(worker.pid, signal.SIGSTOP)
+            with suppress(ProcessLookupError):  # one that was late may be gone already
+                os.kill(worker.pid, signal.SIGSTOP)
         for _ in range(5):
             next(collector)
         assert collector.stats()["failures"] >= 1
@@ -224,7 +229,7 @@ def test_kills_with_replacement(nursery: Nursery) -> None:
     count = len(nursery.workers)
     found = kill_workers(nursery, kills=10)
     assert found["wrong"] == found["segments"] == 0 and found["workers"] == count
-    assert abs(found["descriptors"]) <= 6  # two for each block of three workers that may not be there yet
+    assert found["descriptors"] == 0
 
 
 class HangsAt:
@@ -241,9 +246,19 @@ class HangsAt:
         return Faulty(dies) if number == 0 else Seeded()
 
 
-def test_a_replacement_that_hangs_while_its_env_is_made(tmp_path: Path, nursery: Nursery) -> None:
+def test_a_replacement_that_hangs_while_its_env_is_made(
+    tmp_path: Path, nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idle = Member.idle
+
+    def idle_while_it_hangs(member: Member, limit: float) -> float:
+        """On a busy machine others, which do not hang, may be late, too."""
+        hangs_now = member.writer == 1 and (tmp_path / "1").exists()
+        return idle(member, limit) if hangs_now else 0.0
+
+    monkeypatch.setattr(Member, "idle", idle_while_it_hangs)
     with MultiAsyncCollector(
-        HangsAt(tmp_path, at=1), frames_per_batch=4, start_timeout=3, on_failure="replace", nursery=nursery
+        HangsAt(tmp_path, at=1), frames_per_batch=4, start_timeout=1, on_failure="replace", nursery=nursery
     ) as collector:
         while collector.stats()["failures"] < 2:
             next(collector)

@@ -70,7 +70,8 @@ def test_a_thread_fills_the_buffer(sync: bool, nursery: Nursery) -> None:
         collector.pause()
         count = len(buffer)
         collector.start()
-        wait_until(lambda: len(buffer) > count)
+        # Windows that were made with the weights before may come first.
+        wait_until(lambda: len(buffer) > count and bool((buffer[:]["action"] == 3).any()))
     rows = buffer[:]
     for id in rows[IDS].unique():  # nothing was lost
         steps = rows["observation"][rows[IDS] == id][:, 2]
@@ -118,8 +119,6 @@ def test_an_error_in_the_thread_is_told_once(asked: str, nursery: Nursery) -> No
 
 @BOTH
 def test_shutdown(sync: bool, nursery: Nursery, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if transport == "processes":
-        monkeypatch.setattr("flatroll.sharing.nursery.wait_for_any", wait_not_in_vain)
     count = len(nursery.workers)
     for end in ("iterated", "fresh", "threaded", "forgotten"):
         buffer = ReplayBuffer(storage=LazyTensorStorage(10**5)) if end == "threaded" else None
@@ -142,8 +141,11 @@ def test_shutdown(sync: bool, nursery: Nursery, transport: str, monkeypatch: pyt
             gc.collect()
         else:
             workers = nursery.workers[count:]
-            # Processes end at their next step. An actor ends after its window, and here it is killed.
-            collector.shutdown(timeout=0.1 if transport == "actors" and end == "threaded" else 300)
+            with monkeypatch.context() as patch:
+                if transport == "processes":
+                    patch.setattr("flatroll.sharing.nursery.wait_for_any", wait_not_in_vain)
+                # Processes end at their next step. An actor ends after its window, and here it is killed.
+                collector.shutdown(timeout=0.1 if transport == "actors" and end == "threaded" else 300)
             if transport == "processes":  # an actor closes its env, and is then killed
                 assert [worker.exitcode for worker in workers] == [0, 0]
             wait_until(lambda workers=workers: not any(is_there(worker.pid) for worker in workers))
@@ -220,10 +222,23 @@ def test_shutdown_is_bounded(fault: Any, nursery: Nursery) -> None:
 
 @BOTH
 def test_ctrl_c_in_a_wait_loses_nothing(sync: bool, nursery: Nursery, tmp_path: Path) -> None:
-    owner = os.getpid()
-    once = Once(tmp_path / "pressed", lambda: os.kill(owner, signal.SIGINT))
+    owner, pressed = os.getpid(), tmp_path / "pressed"
+
+    def press() -> None:
+        os.kill(owner, signal.SIGINT)
+        pressed.touch()
+
+    def wait_for_it() -> None:
+        while not pressed.exists():
+            time.sleep(0.001)
+
+    once = Once(tmp_path / "once", press)
+    # No window is full before it is pressed: between two calls of next it would lose what the first one returned.
     with MultiCollector(
-        [Seeded, lambda: Faulty(once)], sync=sync, frames_per_batch=40, nursery=nursery
+        [lambda: Faulty(wait_for_it), lambda: Faulty(once)],
+        sync=sync,
+        frames_per_batch=40,
+        nursery=nursery,
     ) as collector:
         batches = []
         with pytest.raises(KeyboardInterrupt):

@@ -35,13 +35,18 @@ def check_many_files(folder: Path, count: int) -> None:
     first = DiskStorage(count, folder, sync=False, segment_bytes=1)
     ReplayBuffer(storage=first, sampler=RandomSampler()).extend(rows_of(0, 1))
     first.close()
+    thread = first._log.thread
+    if (
+        thread is not None
+    ):  # it may still find out that there is nothing to write, and has the files mapped so long
+        thread.join(600)
     reader = Folder(folder)
     reader.recover()
     for row in range(1, count):  # as `Folder.append` does, which counts the files each time
         name = reader.segments[0].name._replace(first=row, end=row + 1, number=row + 1)
         chunks = encode_segment(name, [{"row": torch.tensor([[row]])}])[1]
         files.publish(folder, str(name), chunks, synced=False)
-    del first, reader
+    del first, reader, thread
     gc.collect()
     before = open_files(folder)
     assert before[0] == 0
