@@ -15,12 +15,21 @@ from typing_extensions import override
 from flatroll.buffers.index.fragments import NONE, Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.buffers.index.saved_tables import SavedFragments
-from flatroll.kernels.rows.records import CHAIN, ENTRY, FRAGMENT, SAVED_STATE, SLICE, STATE, Compare, Index
+from flatroll.kernels.rows.records import (
+    CHAIN,
+    ENTRY,
+    FRAGMENT,
+    SAVED_STATE,
+    SLICE,
+    STATE,
+    Compare,
+    Index,
+    Way,
+)
 from flatroll.layout.checks import check_choice, check_whole_number
 
 By = Literal["trajectory", "start"]
 BY: tuple[By, ...] = ("trajectory", "start")
-Way: TypeAlias = tuple[int, bool, bool, int]  # way of drawing: length, by start, strict, span
 
 #: ``choose(at, count)``: see `TrajectoryIndex.choose`.
 Choose: TypeAlias = Callable[[Array, Array], tuple[Array, Array]]
