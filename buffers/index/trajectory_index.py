@@ -15,12 +15,21 @@ from typing_extensions import override
 from flatroll.buffers.index.fragments import NONE, Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.buffers.index.saved_tables import SavedFragments
-from flatroll.kernels.rows.records import CHAIN, ENTRY, FRAGMENT, SAVED_STATE, SLICE, STATE, Compare, Index
+from flatroll.kernels.rows.records import (
+    CHAIN,
+    ENTRY,
+    FRAGMENT,
+    SAVED_STATE,
+    SLICE,
+    STATE,
+    Compare,
+    Index,
+    Way,
+)
 from flatroll.layout.checks import check_choice, check_whole_number
 
 By = Literal["trajectory", "start"]
 BY: tuple[By, ...] = ("trajectory", "start")
-Way: TypeAlias = tuple[int, bool, bool, int]  # way of drawing: length, by start, strict, span
 
 #: ``choose(at, count)``: see `TrajectoryIndex.choose`.
 Choose: TypeAlias = Callable[[Array, Array], tuple[Array, Array]]
@@ -82,6 +91,8 @@ class TrajectoryIndex(Ring):
         super().__init__(capacity, first)
         self._fragments: Array = np.zeros(64, FRAGMENT)
         self._chains: Array = np.zeros(64, CHAIN)
+        #: The record that kernels take, made again wherever one of its tables is.
+        self.tables: Index = self._state, self.capacity, self._fragments, self._chains
         self._table: Array = np.zeros(64, ENTRY)
         self._touched: Array = np.zeros(64, np.int64)
         self._spare: Array = np.zeros(0, np.int64)
@@ -552,11 +563,6 @@ class TrajectoryIndex(Ring):
         _kernels().drawing.walk(self.tables, slices, firsts, slots, NONE, NO_PATCH)
         return torch.from_numpy(slots)
 
-    @property
-    def tables(self) -> Index:
-        """The record ``state, capacity, fragments, chains`` that kernels take."""
-        return self._state, self.capacity, self._fragments, self._chains
-
     def choose(self, draw: Draw, choose: Choose) -> Tensor:
         """Call ``choose`` to select another row for some rows or slices of a draw; see `Draw.chosen`.
 
@@ -627,6 +633,7 @@ class TrajectoryIndex(Ring):
             self._state[name] = counters[name]
         self._fragments = np.zeros(self._size(len(saved.firsts)), FRAGMENT)
         self._chains = np.zeros(self._size(len(saved.ids)), CHAIN)
+        self.tables = self._state, self.capacity, self._fragments, self._chains
         self._table = np.zeros(64, ENTRY)
         self._spare = np.zeros(len(state["spare"]), np.int64)
         _kernels().publishing.rebuild(self.tables, self._spare, tuple(saved))
@@ -634,6 +641,11 @@ class TrajectoryIndex(Ring):
         self._weights.clear()
         self._claimed = -1, 0
         self._changing = False
+
+    @override
+    def adopt(self, memory: Array) -> None:
+        super().adopt(memory)
+        self.tables = self._state, self.capacity, self._fragments, self._chains
 
     # -- weights: one Fenwick tree over the trajectories per way of drawing ----------------------------------------
 
@@ -685,6 +697,7 @@ class TrajectoryIndex(Ring):
             first = int(state["first"])
             self._copy_fragments(larger, first)
             self._fragments = larger
+            self.tables = self._state, self.capacity, self._fragments, self._chains
             self._state["base"] = first
 
         used = int(state["slots"])
@@ -697,6 +710,7 @@ class TrajectoryIndex(Ring):
                 larger = np.zeros(size, self._chains.dtype)
                 larger[:used] = self._chains[:used]
                 self._chains = larger
+                self.tables = self._state, self.capacity, self._fragments, self._chains
                 self._weights.clear()  # they are as long as the table; the next draw computes new ones
 
         # The hash table of ids is at most half full; a new one drops the ids of closed trajectories.

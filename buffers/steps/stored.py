@@ -1,7 +1,7 @@
 """The stored rows of a step writer: their positions, trajectories and copies."""
 
 from collections.abc import Collection, Sequence
-from typing import TypeAlias, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -11,11 +11,8 @@ from flatroll.buffers.columns.column import Columns, TensorColumn
 from flatroll.buffers.index.ring import Array, Ring
 from flatroll.buffers.index.trajectory_index import Choose, TrajectoryIndex
 from flatroll.buffers.storages.column_storage import ColumnStorage
-from flatroll.kernels.rows.records import CHAIN, FRAGMENT, STATE, Index
+from flatroll.kernels.rows.records import CHAIN, FRAGMENT, STATE, Index, Where
 from flatroll.layout.keys import IS_INIT, NestedKey
-
-#: See `flatroll.kernels.slices.steps.locate`.
-Where: TypeAlias = tuple[Array, int, int, int, int, int]
 
 _MOST = 2**18  # maximum bytes copied under the buffer's lock: about 20 µs
 # The tables of a buffer without rows, which has no index yet.

@@ -1,5 +1,6 @@
 """Machine code that is kept on disk is that of the sources as they are."""
 
+import ast
 import importlib.util
 import os
 import sys
@@ -63,6 +64,19 @@ def test_no_process_finds_the_machine_code_of_other_types(
     found = {key: third.load(key) for key in ("int", "float")}
     assert found["int"] in ("code for int", None) and found["float"] in ("code for float", None)
     assert any(found.values())
+
+
+def test_no_kernel_has_more_than_eight_parameters() -> None:
+    found = 0
+    for file in (SOURCES / "flatroll/kernels").rglob("*.py"):
+        for function in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            decorated = any(ast.unparse(line).startswith("compiled(") for line in function.decorator_list)
+            if decorated or function.name.endswith("_loop"):  # loops are compiled at their first call
+                found += 1
+                assert len(function.args.args) <= 8, f"{file}: {function.name}"
+    assert found > 40
 
 
 def test_the_first_kernel_that_is_compiled_says_so_once_and_loading_says_nothing(tmp_path: Path) -> None:

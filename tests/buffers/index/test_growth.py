@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from flatroll.buffers import TrajectoryIndex
 from flatroll.buffers.index import trajectory_index
 from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
+from flatroll.kernels.rows.records import STATE
 
 
 def write(index: TrajectoryIndex, traj: list[int], done: list[bool]) -> None:
@@ -86,6 +87,20 @@ def test_tables_of_any_length_hold_the_rows(
             first = int(state["state"]["first"][0])
             numbers = np.arange(first, int(state["state"]["end"][0])) & (size - 1)
             assert (np.diff(state["fragments"]["first"][numbers]) > 0).all()
+
+
+def test_kernels_count_in_the_memory_to_which_an_index_was_moved() -> None:
+    index = TrajectoryIndex(100)
+    memory = np.zeros(STATE.itemsize, np.uint8)
+    index.move(memory)
+
+    rows = [(row // 30, row % 30 == 29) for row in range(250)]
+    for first in range(0, 250, 50):
+        part = rows[first : first + 50]
+        write(index, [traj for traj, _ in part], [done for _, done in part])
+
+    assert memory.view(STATE)["written"][0] == 250
+    assert_rows(index, rows)
 
 
 def test_one_row_episodes_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""The record types of the trajectory index's tables: plain NumPy arrays that processes can map.
+"""The record types of the trajectory index's tables: plain NumPy arrays that processes can map. And what kernels take
+together, as plain tuples (`flatroll.kernels.compiled`).
 
 Terms. A *row number* counts every row ever written (64 bits); its *slot* in the ring is ``row % capacity``. A
 *fragment* is a range of consecutive row numbers of one trajectory; together the live fragments cover the live
@@ -20,6 +21,10 @@ import numpy as np
 Index: TypeAlias = tuple[Any, Any, Any, Any]
 #: What the first rows of new fragments are compared with (`flatroll.kernels.slices.publishing.link`).
 Compare: TypeAlias = tuple[Any, Any, int, bool]
+#: A way of drawing, which decides the weights of trajectories (`flatroll.kernels.slices.publishing.weigh`).
+Way: TypeAlias = tuple[int, bool, bool, int]
+#: Where the rows of a step writer are (`flatroll.kernels.slices.steps.locate`).
+Where: TypeAlias = tuple[Any, int, int, int, int, int]
 
 _COUNTERS = [
     ("head", "i8"),  # oldest row that may be read

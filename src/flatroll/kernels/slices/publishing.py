@@ -13,7 +13,7 @@ import numpy as np
 
 from flatroll.kernels.compiled import Array, Int, Records, compiled, helper
 from flatroll.kernels.rows.raw_memory import ask, compare_bytes
-from flatroll.kernels.rows.records import Compare, Index
+from flatroll.kernels.rows.records import Compare, Index, Way
 from flatroll.kernels.slices.links import fragment_stop, place
 
 NewFragments: TypeAlias = tuple[Int, Array, Array, Array, Array, Array, Array, Array, Array]
@@ -451,7 +451,7 @@ def weigh(
     count: Int,
     weight: Array,
     tree: Array,
-    way: tuple[Int, bool, bool, Int],
+    way: Way,
 ) -> None:
     """Update the weights of the trajectories ``touched``, and the Fenwick tree of all weights.
 

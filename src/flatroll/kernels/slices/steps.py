@@ -5,17 +5,13 @@ A row's *place* is the number step * E + env, for E envs.
 This module imports numba: import it inside the function that needs it.
 """
 
-from typing import TypeAlias
-
 import numpy as np
 
 from flatroll.kernels.compiled import Array, Int, compiled
 from flatroll.kernels.rows.gather import gather_next, scatter
-from flatroll.kernels.rows.records import Index
+from flatroll.kernels.rows.records import Index, Where
 from flatroll.kernels.slices.drawing import follow_rows
 from flatroll.kernels.slices.links import row_slot
-
-Where: TypeAlias = tuple[Array, Int, Int, Int, Int, Int]
 
 _ANY = 2**62  # rows of an array whose size is not checked
 

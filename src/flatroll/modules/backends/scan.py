@@ -171,7 +171,6 @@ def gru_scan(
     return out, gates
 
 
-@gru_scan.register_fake
 def gru_shapes(rows: Tensor, first: Tensor, w_ih: Tensor, w_hh: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     hidden = w_hh.shape[1]
     return rows.new_empty(rows.shape[0], hidden), rows.new_empty(rows.shape[0], 4 * hidden)
@@ -219,20 +218,23 @@ def gru_scan_backward(
         by_step[t].mul_(now.unsqueeze(1))
         now.mul_(z_by_step[t]).addmm_(to_state[t], w_hh)
 
-    d_rows, d_ih, d_hh, b_ih, b_hh = gru_gradients(slopes, rows, before, w_ih)
-    return d_rows, state, d_ih, d_hh, b_ih, b_hh
+    return gru_gradients(slopes, rows, before, w_ih, state)
 
 
 def gru_gradients(
-    slopes: Tensor, rows: Tensor, before: Tensor, w_ih: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of rows, weights and biases from those of the gates (``slopes``)."""
+    slopes: Tensor, rows: Tensor, before: Tensor, w_ih: Tensor, d_first: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of a layer's arguments from those of the gates (``slopes``) and of the first states.
+
+    They are those of rows, initial states, w_ih, w_hh, b_ih and b_hh; ``before`` is the state before each row.
+    """
     hidden = before.shape[1]
     # the input contributes to n r z, the state to r z u; rolling back restores the stock order of the weights
     from_rows = slopes[:, : 3 * hidden]
     summed = slopes.sum(0)
     return (
         from_rows @ w_ih.roll(hidden, 0),
+        d_first,
         (from_rows.t() @ rows).roll(-hidden, 0),
         slopes[:, hidden:].t() @ before,
         summed[: 3 * hidden].roll(-hidden),
@@ -240,16 +242,12 @@ def gru_gradients(
     )
 
 
-@gru_scan_backward.register_fake
 def gru_gradient_shapes(
     grad: Tensor, rows: Tensor, first: Tensor, w_ih: Tensor, w_hh: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     bias = w_hh.new_empty(w_hh.shape[0])
     d_rows, d_first, d_ih, d_hh = (x.new_empty(x.shape) for x in (rows, first, w_ih, w_hh))
     return d_rows, d_first, d_ih, d_hh, bias, torch.empty_like(bias)
-
-
-differentiable(gru_scan, gru_scan_backward, 1)
 
 
 @torch.library.custom_op("flatroll::lstm_scan", mutates_args=())
@@ -298,7 +296,6 @@ def lstm_scan(
     return out, cells, gates
 
 
-@lstm_scan.register_fake
 def lstm_shapes(
     rows: Tensor, first: Tensor, first_cell: Tensor, w_ih: Tensor, w_hh: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -363,24 +360,24 @@ def lstm_scan_backward(
         torch.mm(by_step[t], weight, out=now)
         now_cell.mul_(f_by_step[t])
 
-    d_rows, d_ih, d_hh, bias = lstm_gradients(slopes, rows, states_before(first, out, widths), w_ih)
-    return d_rows, state, cell, d_ih, d_hh, bias
+    return lstm_gradients(slopes, rows, states_before(first, out, widths), w_ih, state, cell)
 
 
 def lstm_gradients(
-    slopes: Tensor, rows: Tensor, before: Tensor, w_ih: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of rows, w_ih, w_hh and bias (one for both), given those of the gates."""
+    slopes: Tensor, rows: Tensor, before: Tensor, w_ih: Tensor, d_first: Tensor, d_cell: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return what `gru_gradients` does, for an LSTM: rows, first, first_cell, w_ih, w_hh and bias (one for both)."""
     hidden = before.shape[1]
     return (
         slopes @ w_ih.roll(hidden, 0),
+        d_first,
+        d_cell,
         (slopes.t() @ rows).roll(-hidden, 0),
         (slopes.t() @ before).roll(-hidden, 0),
         slopes.sum(0).roll(-hidden),
     )
 
 
-@lstm_scan_backward.register_fake
 def lstm_gradient_shapes(
     grad: Any,
     grad_cell: Any,
@@ -397,11 +394,27 @@ def lstm_gradient_shapes(
     return d_rows, d_first, d_cell, d_ih, d_hh, w_hh.new_empty(w_hh.shape[0])
 
 
-differentiable(lstm_scan, lstm_scan_backward, 2)
+def gru_layer(operator: Any, backward: Any) -> Any:
+    """Register the shapes and the gradient of an operator that computes a GRU layer; return the operator."""
+    operator.register_fake(gru_shapes)
+    backward.register_fake(gru_gradient_shapes)
+    differentiable(operator, backward, states=1)
+    return operator
+
+
+def lstm_layer(operator: Any, backward: Any) -> Any:
+    """Do what `gru_layer` does for an LSTM."""
+    operator.register_fake(lstm_shapes)
+    backward.register_fake(lstm_gradient_shapes)
+    differentiable(operator, backward, states=2)
+    return operator
 
 
 #: The function for one layer, by the mode of the network.
-OPERATORS: Mapping[str, Callable[..., Any]] = {"GRU": gru_scan, "LSTM": lstm_scan}
+OPERATORS: Mapping[str, Callable[..., Any]] = {
+    "GRU": gru_layer(gru_scan, gru_scan_backward),
+    "LSTM": lstm_layer(lstm_scan, lstm_scan_backward),
+}
 
 
 def scanned(net: nn.RNNBase, rows: Tensor, states: States, index: RunIndex) -> tuple[Tensor, States]:

@@ -13,13 +13,10 @@ from torch import Tensor, nn
 
 from flatroll.modules.backends.packing import States
 from flatroll.modules.backends.scan import (
-    differentiable,
-    gru_gradient_shapes,
     gru_gradients,
-    gru_shapes,
-    lstm_gradient_shapes,
+    gru_layer,
     lstm_gradients,
-    lstm_shapes,
+    lstm_layer,
     run_layers,
 )
 
@@ -242,8 +239,7 @@ def gru_triton_backward(
     arguments = (grad.contiguous(), before, w_hh.contiguous(), gates, slopes, d_first, carry)
     _launch("gru_backward", rows, hidden, programs, count, firsts, lengths, *arguments)
 
-    d_rows, d_ih, d_hh, b_ih, b_hh = gru_gradients(slopes, rows, before, w_ih)
-    return d_rows, d_first, d_ih, d_hh, b_ih, b_hh
+    return gru_gradients(slopes, rows, before, w_ih, d_first)
 
 
 @torch.library.custom_op("flatroll::lstm_triton", mutates_args=())
@@ -316,16 +312,11 @@ def lstm_triton_backward(
     used = {"GRAD": grad is not None, "GRAD_CELL": grad_cell is not None}
     _launch("lstm_backward", rows, hidden, programs, count, firsts, lengths, *arguments, *results, **used)
 
-    d_rows, d_ih, d_hh, bias = lstm_gradients(slopes, rows, _states_before(first, out, starts), w_ih)
-    return d_rows, d_first, d_cell, d_ih, d_hh, bias
+    return lstm_gradients(slopes, rows, _states_before(first, out, starts), w_ih, d_first, d_cell)
 
-
-gru_triton.register_fake(gru_shapes)
-gru_triton_backward.register_fake(gru_gradient_shapes)
-lstm_triton.register_fake(lstm_shapes)
-lstm_triton_backward.register_fake(lstm_gradient_shapes)
-differentiable(gru_triton, gru_triton_backward, 1)
-differentiable(lstm_triton, lstm_triton_backward, 2)
 
 #: The function for one layer, by the mode of the network.
-OPERATORS: Mapping[str, Callable[..., Any]] = {"GRU": gru_triton, "LSTM": lstm_triton}
+OPERATORS: Mapping[str, Callable[..., Any]] = {
+    "GRU": gru_layer(gru_triton, gru_triton_backward),
+    "LSTM": lstm_layer(lstm_triton, lstm_triton_backward),
+}
