@@ -88,10 +88,12 @@ class ColumnActor:
         self._parts = parts
         self._draw = draw
         #: The parts in turn, with the columns that a plain one reads; None for a `ColumnModule`.
-        self._calls = [
-            (module, None if _takes_columns(module) else _plain_keys(module.in_keys))
-            for module in parts.modules
-        ]
+        self._calls: list[tuple[Any, list[NestedKey] | None]] = []
+        for module in parts.modules:
+            reads = None
+            if not _takes_columns(module):
+                reads = _plain_keys(module.in_keys)
+            self._calls.append((module, reads))
 
         made: set[NestedKey] = set()
         #: The columns that a call needs.

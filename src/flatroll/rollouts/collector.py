@@ -29,7 +29,7 @@ from flatroll.rollouts.policies import Policy, Weights, copy_weights
 from flatroll.rollouts.pool_runner import PoolRunner
 from flatroll.rollouts.progress import ProgressBar
 from flatroll.rollouts.runner import Runner, RunnerOptions
-from flatroll.rollouts.splits import SplitRunner, make_runner
+from flatroll.rollouts.splits import SplitRunner, make_collector_runner
 from flatroll.rollouts.trajectory_joiner import TrajectoryJoiner
 from flatroll.rollouts.window import compact_batch
 from flatroll.specs import Composite
@@ -197,7 +197,7 @@ class Collector(Facts):
                 state_stride=chosen.state_stride,
                 track_version=chosen.track_policy_version,
             )
-            runner = make_runner(facts, made.moves, policy, frames_per_batch, acting)
+            runner = make_collector_runner(facts, made.moves, policy, frames_per_batch, acting)
             undo.pop_all()
 
         self.env = runner.env
@@ -212,7 +212,7 @@ class Collector(Facts):
         self._buffer = replay_buffer
         self._interruptor = interruptor
         self._compact = chosen.compact_obs or facts[0].asks_compact
-        self._scaled = any(map(scales_by_running_statistics, made.envs))
+        self._scaled = any(map(scales_by_running_statistics, runner.envs))
         self._joiner = None
         if trajs_per_batch:
             self._joiner = TrajectoryJoiner(trajs_per_batch, runner.keys.traj)

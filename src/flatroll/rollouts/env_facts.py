@@ -99,10 +99,11 @@ def read_env(
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
     few = whole_finals and size <= _FEW_BYTES
 
-    # A wrapper may add a constant to all rewards; an async pool's window has cells without values. On a device the
-    # question would sync once a batch.
+    # Under SAME_STEP no step only resets. A wrapper may add a constant to all rewards; an async pool's window has cells
+    # without values. On a device the question would sync once a batch.
     shifts = any(isinstance(layer, VectorRewardWrapper) for layer in (*wrappers, *layers(stream.source.env)))
-    shows_lost_rewards = not shifts and can.batch_size is None and can.device.type == "cpu"
+    has_resets = not stream.same_step and can.batch_size is None
+    shows_lost_rewards = has_resets and not shifts and can.device.type == "cpu"
 
     return EnvFacts(
         env=stack,

@@ -25,7 +25,7 @@ from flatroll.layout.keys import REWARD, TERMINATED, TRUNCATED, NestedKey, as_tu
 from flatroll.rollouts.arguments import check_exploration_type, make_devices, make_env
 from flatroll.rollouts.env_facts import read_env
 from flatroll.rollouts.policies import Policy
-from flatroll.rollouts.pool_runner import PoolRunner, lead_pool
+from flatroll.rollouts.pool_runner import PoolRunner, make_runner
 from flatroll.rollouts.runner import Runner, RunnerOptions
 from flatroll.wrappers.adapt_env import wrappers_within
 from flatroll.wrappers.arrays import Array, to_torch
@@ -183,7 +183,7 @@ def evaluate(
         # Only random actions need a seed: without one their generator would draw it from torch's global one.
         random_seed = seed if policy is None else 0
         options = RunnerOptions(devices=devices, exploration=exploration, seed=random_seed)
-        runner = lead_pool(facts, policy, _STEPS_BETWEEN_LOOKS, options)
+        runner = make_runner(facts, policy, _STEPS_BETWEEN_LOOKS, options)
 
         # Env e plays (episodes + e) // E episodes, as in SB3.
         goal = (episodes + np.arange(runner.num_envs)) // runner.num_envs

@@ -122,7 +122,7 @@ class PoolRunner:
         return drawn
 
 
-def lead_pool(
+def make_runner(
     facts: EnvFacts, policy: Policy | None, steps: int, options: RunnerOptions
 ) -> "Runner | PoolRunner":
     """Make a `Runner`, or a `PoolRunner` if the env is an envpool in async mode."""

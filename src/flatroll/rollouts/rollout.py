@@ -14,7 +14,7 @@ from flatroll.rollouts.arguments import check_exploration_type, make_devices
 from flatroll.rollouts.batch_columns import batch_spec
 from flatroll.rollouts.env_facts import read_env
 from flatroll.rollouts.policies import Policy
-from flatroll.rollouts.pool_runner import lead_pool
+from flatroll.rollouts.pool_runner import make_runner
 from flatroll.rollouts.runner import RunnerOptions
 from flatroll.wrappers.adapt_env import adapt_env
 from flatroll.wrappers.source import EnvLike
@@ -68,7 +68,7 @@ def rollout(
     facts = read_env(env, info_keys, writer=writer)
     devices = make_devices(facts.device, policy_device=policy_device)
     options = RunnerOptions(devices=devices, exploration=exploration, seed=seed)
-    runner = lead_pool(facts, policy, num_steps, options)
+    runner = make_runner(facts, policy, num_steps, options)
 
     missing = num_steps
     with torch.no_grad():

@@ -391,8 +391,8 @@ class Runner:
             self._infos.record(info, window)
         self._obs = obs
         self._info = info
-        # Together: an interrupt must not come between.
-        self._ended, self._at = stream.ended, stream.at
+        self._ended = stream.ended
+        self._at = stream.at
         window.advance()
 
     def _record_with_finals(self, results: list[Array], obs: Tree, info: dict[str, Any]) -> None:
@@ -561,8 +561,6 @@ class Runner:
     def _look_for_lost_rewards(self) -> None:
         """Warn once if an env has paid rewards in steps in which it only reset; these rows are in no batch."""
         window = self.window
-        if DEAD not in window.columns:
-            return
         dead = window.columns[DEAD][: window.steps]
         if not dead.any():
             return

@@ -13,7 +13,7 @@ from torch import Tensor
 from flatroll.layout.keys import require
 from flatroll.rollouts.env_facts import EnvFacts, check_overlaps
 from flatroll.rollouts.policies import Columns, Policy, refuse_memory
-from flatroll.rollouts.pool_runner import PoolRunner, lead_pool
+from flatroll.rollouts.pool_runner import PoolRunner, make_runner
 from flatroll.rollouts.random_actions import RandomActions
 from flatroll.rollouts.runner import Runner, RunnerOptions
 from flatroll.rollouts.window import Window
@@ -157,7 +157,7 @@ class SplitRunner:
         return self._drawn[i].pop(0)
 
 
-def make_runner(
+def make_collector_runner(
     facts: Sequence[EnvFacts],  # of the env, or of its parts
     moves: Moves | None,  # of an env that was split
     policy: Policy | None,
@@ -168,7 +168,7 @@ def make_runner(
     num_envs = sum(part.num_envs for part in facts)
     steps = -(-rows // num_envs)
     if len(facts) == 1:
-        return lead_pool(facts[0], policy, steps, options)
+        return make_runner(facts[0], policy, steps, options)
     return SplitRunner(facts, moves, policy, steps, options)
 
 
