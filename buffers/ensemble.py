@@ -24,7 +24,6 @@ from flatroll.buffers.remote import BufferHandle, Service
 from flatroll.buffers.replay_buffer import ReplayBuffer, torchrl_names
 from flatroll.buffers.samplers.sampler import Sampler
 from flatroll.buffers.sharing import pickle_by_value, reseed_in_worker
-from flatroll.buffers.storages.item_kinds import leaves
 from flatroll.buffers.storages.storage import Storage
 from flatroll.buffers.transforms.transform import TransformLike, apply, insert_transform
 from flatroll.buffers.writers import Writer, check_tensordicts, has_priorities
@@ -35,7 +34,7 @@ from flatroll.disk.state_tree import Packer, damaged
 from flatroll.layout.checks import check_whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import NestedKey, require
-from flatroll.layout.tensordict_seam import nest
+from flatroll.layout.tensordict_seam import leaves, nest
 from flatroll.layout.transfers import upload
 
 #: The entry of samples with the index of each row's member.

@@ -18,7 +18,6 @@ from flatroll.buffers.steps.staging import StagedColumn, choose_window, entries
 from flatroll.buffers.steps.stored import StepCopies, StepPositions
 from flatroll.buffers.storages.column_storage import ColumnStorage
 from flatroll.buffers.storages.continuity import compared_keys
-from flatroll.buffers.storages.item_kinds import leaves
 from flatroll.buffers.transforms.transform import (
     apply,
     changes_stored,
@@ -38,7 +37,7 @@ from flatroll.layout.keys import (
     as_tuple,
     plain_key,
 )
-from flatroll.layout.tensordict_seam import nest
+from flatroll.layout.tensordict_seam import leaves, nest
 from flatroll.layout.transfers import upload
 
 if TYPE_CHECKING:

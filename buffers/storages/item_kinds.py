@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor
+from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from typing_extensions import override
@@ -111,7 +111,7 @@ class TensorDicts(Structure):
             if not self.inner:
                 raise not_flat_error(batch)
             raise ValueError(f"rows have batch size {list(self.inner)}, got {list(batch.batch_size[1:])}")
-        return leaves(batch)
+        return tensordict_seam.leaves(batch)
 
     @override
     def build(self, columns: Columns, shape: torch.Size) -> Any:
@@ -364,25 +364,6 @@ def as_tensor(leaf: object) -> Any:
     raise TypeError(
         f"data of type {type(leaf).__name__} cannot be kept in tensors: ListStorage takes any object"
     )
-
-
-def leaves(batch: TensorDictBase, path: tuple[str, ...] = ()) -> Columns:
-    """Return the tensors of ``batch`` by key; TypeError for a non-tensor entry, instead of dropping it."""
-    columns: Columns = {}
-    for name, value in tensordict_seam.items_of(batch):
-        if isinstance(value, Tensor):
-            key: NestedKey = name
-            if path:
-                key = (*path, name)
-            columns[key] = value
-        elif isinstance(value, TensorDictBase) and not is_non_tensor(value):
-            columns |= leaves(value, (*path, name))
-        else:
-            raise TypeError(
-                f"batch[{plain_key((*path, name))!r}] is a {type(value).__name__}: this storage takes tensors only, "
-                "ListStorage takes anything"
-            )
-    return columns
 
 
 def entry(batch: object, names: tuple[Any, ...]) -> Any:

@@ -90,6 +90,7 @@ class NextPool:
         self.lossy: dict[NestedKey, Column] = {}
         self.plain = False
         self.row_bytes: Array = NONE
+        self._room = 0  # entries that the columns have room for, at least
 
     def allocate(self, columns: Mapping[NestedKey, Column], own: Collection[NestedKey] = ()) -> None:
         """Create empty pool columns of the same kinds as the storage's ``columns``; those of ``own`` may round."""
@@ -185,8 +186,10 @@ class NextPool:
         # The remaining tails get free entries, which become readable once the rows are published.
         taken = pool[kept]
         size = index.pool_size
-        for column in self.entries.values():
-            column.grow(size)
+        if size > self._room:
+            for column in self.entries.values():
+                column.grow(size)
+            self._room = size
 
         if self.plain and all(tails[key].is_cpu and tails[key].is_contiguous() for key in self.pairs):
             from flatroll.kernels.rows.gather import scatter  # numba

@@ -16,13 +16,13 @@ from flatroll.buffers.columns.column import After, Column, Columns
 from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.buffers.storages.access import Access, StorageOwner, ThroughBuffer, WithoutBuffer
-from flatroll.buffers.storages.item_kinds import Structure, leaves, one_row
+from flatroll.buffers.storages.item_kinds import Structure, one_row
 from flatroll.buffers.storages.positions import time_first
 from flatroll.buffers.storages.records import Links, Rows
 from flatroll.layout.checks import check_whole_number
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import NestedKey
-from flatroll.layout.tensordict_seam import nest
+from flatroll.layout.tensordict_seam import leaves, nest
 
 
 class Storage(Facts, ABC):

@@ -18,7 +18,6 @@ from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.storages.continuity import find_pairs, state_pairs
 from flatroll.buffers.storages.disk.forms import Form, FrameForm, ZstdForm
 from flatroll.buffers.storages.disk.layout import Layout
-from flatroll.buffers.storages.item_kinds import leaves
 from flatroll.buffers.storages.next_pool import NextPool
 from flatroll.buffers.storages.tensors import Encodings
 from flatroll.datasets.progress import progress_bar
@@ -28,6 +27,7 @@ from flatroll.disk.manifest import manifest_name
 from flatroll.layout import checks
 from flatroll.layout.export import Array
 from flatroll.layout.keys import DONE, IS_INIT, TRAJ_IDS, NestedKey, next_key, plain_key
+from flatroll.layout.tensordict_seam import leaves
 
 #: Rows accepted by `convert`: a flat batch, its tensors by key, or arrays by key or dotted name.
 Batch: TypeAlias = TensorDictBase | Columns | Mapping[str, Array] | Mapping[tuple[str, ...], Array]

@@ -20,12 +20,12 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from flatroll.buffers.storages.disk.forms import Form
 from flatroll.buffers.storages.disk.layout import Layout
-from flatroll.buffers.storages.item_kinds import leaves
 from flatroll.datasets.folders import RowPiece, place_beside, publish, write_folder
 from flatroll.datasets.progress import progress_bar
 from flatroll.disk import Folder, Segment
 from flatroll.layout.checks import check_whole_number
 from flatroll.layout.keys import NestedKey, next_key
+from flatroll.layout.tensordict_seam import leaves
 from flatroll.sharing import pack, unpack
 
 Function = Callable[[TensorDictBase], TensorDictBase]
