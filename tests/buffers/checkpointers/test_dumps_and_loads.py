@@ -304,6 +304,10 @@ def test_ensembles_are_saved_as_one_version(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="has a StorageEnsembleCheckpointer"):
         ensemble.storage.checkpointer = TensorStorageCheckpointer()
         ensemble.dumps(tmp_path)
+    with pytest.raises(TypeError, match="sync must be True or False"):
+        other.dumps(tmp_path, sync="no")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="path must be a path"):
+        other.loads(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a single buffer was saved, not an ensemble"):
         buffer = made()
         buffer.dumps(tmp_path / "one")
@@ -483,6 +487,14 @@ def test_hooks_change_what_is_written(tmp_path: Path) -> None:
     buffer.register_save_hook(lambda rows, path: rows[:1])
     with pytest.raises(ValueError, match="must return the same number"):
         buffer.dumps(tmp_path / "fewer")
+    ring, full = made(LazyTensorStorage(48)), made(LazyTensorStorage(48))
+    ring.register_save_hook(halve)
+    full.register_load_hook(double)
+    for first in (0, 40):  # the ring wraps: the oldest rows of a file are no longer stored
+        ring.extend(batch(first, 40))
+        ring.dumps(tmp_path / "ring")
+    full.loads(tmp_path / "ring")
+    assert same(full[:], ring[:])
     frames = made(STORAGES["frames"]())
     frames.extend(batch(0, 9))
     frames.register_save_hook(halve)
