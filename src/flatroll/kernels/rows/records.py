@@ -1,5 +1,4 @@
-"""The record types of the trajectory index's tables: plain NumPy arrays that processes can map. And what kernels take
-together, as plain tuples (`flatroll.kernels.compiled`).
+"""The record types of the trajectory index's tables: plain NumPy arrays that processes can map.
 
 Terms. A *row number* counts every row ever written (64 bits); its *slot* in the ring is ``row % capacity``. A
 *fragment* is a range of consecutive row numbers of one trajectory; together the live fragments cover the live
@@ -15,6 +14,8 @@ found in O(log d) hops.
 from typing import Any, TypeAlias
 
 import numpy as np
+
+# What kernels take as one argument; `flatroll.kernels.compiled` says why these are plain tuples.
 
 #: The tables of a trajectory index, as kernels take them: ``state`` (one `STATE`), the ``capacity`` of the ring,
 #: ``fragments`` (`FRAGMENT`) and ``chains`` (`CHAIN`).

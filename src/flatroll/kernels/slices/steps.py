@@ -123,6 +123,8 @@ def read_steps(
     Returns:
         False, with nothing copied, if one of the rows was overwritten.
     """
+    _, _, _, capacity, _, _ = where
+
     count = len(places)
     slots = np.empty(count, np.int64)
     waiting = np.empty((2, count), np.int64)
@@ -141,7 +143,7 @@ def read_steps(
             patched = follow_rows(index, slots, follow, patch)
 
         found = patch[:, :patched]
-        gather_next(source, target, size, where[3], roots, slots, follow, found, pool)
+        gather_next(source, target, size, capacity, roots, slots, follow, found, pool)
 
     scatter(staged, target, size, _ANY, waiting[1, :wait], waiting[0, :wait])
     return True
