@@ -434,7 +434,8 @@ class RowLog:
                 if self._done:  # another thread's write failed
                     return
                 try:
-                    self._write(end)
+                    # What was due may have been replaced by a load meanwhile.
+                    self._write(min(end, self._due))
                 except BaseException as error:  # any error is kept for the next writer to raise
                     with self._turn:
                         self._error = error

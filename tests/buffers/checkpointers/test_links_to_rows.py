@@ -821,6 +821,42 @@ def test_a_load_cuts_in_the_folder_too_and_leaves_nothing_due(tmp_path: Path) ->
     assert again.index.trajectories == other.index.trajectories == 4
 
 
+class LateWriter:
+    """The lock of a log, for which its writing thread waits until ``go`` is set."""
+
+    def __init__(self, lock: Any) -> None:
+        self.lock = lock
+        self.reached = threading.Event()
+        self.go = threading.Event()
+
+    def __enter__(self) -> None:
+        if threading.current_thread().name == "flatroll rows":
+            self.reached.set()
+            assert self.go.wait(200)
+        self.lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.lock.release()
+
+
+def test_a_thread_that_was_to_write_replaced_rows_writes_what_is_due_now(tmp_path: Path) -> None:
+    buffer = opened(tmp_path / "rows", segment_bytes=10_000)
+    buffer.extend(batch(0, 20))
+    buffer.dumps(tmp_path / "saved", sync=False)
+    other = opened(tmp_path / "other")
+    log = other.storage._log
+    late = log._disk = LateWriter(log._disk)
+    other.extend(batch(0, 48))
+    assert late.reached.wait(200)
+
+    other.loads(tmp_path / "saved")
+    other.extend(batch(20, 3))
+    late.go.set()
+    log.thread.join()
+    assert other.stats()["rows_unflushed"] == 1  # of files of 2
+    assert rows_in(other) == list(range(23))
+
+
 # -- without a checkpoint ----------------------------------------------------------------------------------------------
 
 
