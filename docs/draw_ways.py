@@ -7,12 +7,11 @@ its docstring.
 import importlib
 import inspect
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shape.hops import NOT_PRODUCT, PACKAGE, make_calls
+from benchmarks.shape.hops import NOT_PRODUCT, PACKAGE, call_watched, make_calls
 
 DOCS = Path(__file__).parent
 BATCH = """# One batch through the library
@@ -80,11 +79,7 @@ def functions_of(call: Callable[[], object]) -> list[tuple[str, str]]:
         if file.parts[0] not in NOT_PRODUCT and not name.endswith(">") and "<locals>" not in name:
             found[str(file), name] = None
 
-    sys.setprofile(note)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
+    call_watched(call, note)
     return list(found)
 
 

@@ -5,6 +5,7 @@ Comprehensions and generator expressions count as part of their function. Every 
 made, when kernels are compiled and storages allocated.
 """
 
+import gc
 import itertools
 import sys
 from collections.abc import Callable
@@ -42,6 +43,18 @@ class Function(NamedTuple):
     name: str
 
 
+def call_watched(call: Callable[[], object], note: Callable[[FrameType, str, Any], None]) -> None:
+    """Make a call; pass each function that it enters to ``note``, but none that garbage calls as it goes."""
+    gc.collect()
+    gc.disable()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+
+
 def entered(call: Callable[[], object]) -> set[Function]:
     """Return flatroll's functions that a call enters in this thread."""
     found: set[Function] = set()
@@ -55,11 +68,7 @@ def entered(call: Callable[[], object]) -> set[Function]:
         if file.parts[0] not in NOT_PRODUCT and not code.co_name.endswith(("comp>", "<genexpr>")):
             found.add(Function(str(file), code.co_firstlineno, code.co_qualname))
 
-    sys.setprofile(note)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
+    call_watched(call, note)
     return found
 
 
@@ -69,7 +78,8 @@ def marked_env() -> gym.vector.VectorEnv[Any, Any, Any]:
 
 
 def make_calls() -> dict[str, Callable[[], object]]:
-    """Return the calls to count by name; each can be made repeatedly."""
+    """Return the calls to count by name; each can be made repeatedly, and draws the same numbers in each process."""
+    torch.manual_seed(0)
     parts: list[Any] = [
         TensorDictModule(nn.Linear(4, 2), ["observation"], ["logits"]),
         ProbabilisticTensorDictModule(
@@ -84,7 +94,7 @@ def make_calls() -> dict[str, Callable[[], object]]:
     with_advantage = gae(batch.clone())
 
     # One vector step a batch: what is entered once for each batch is counted with the step.
-    batches = iter(Collector(marked_env(), actor, frames_per_batch=ENVS, total_frames=100 * ENVS))
+    batches = iter(Collector(marked_env(), actor, frames_per_batch=ENVS, total_frames=100 * ENVS, seed=0))
 
     def buffer(compact_obs: bool) -> ReplayBuffer:
         storage = LazyTensorStorage(10_000, compact_obs=compact_obs)
