@@ -64,6 +64,13 @@ class _CacheFiles(IndexDataCacheFile):
         base = numbered._index_name.removesuffix(".nbi")
         super().__init__(numbered._cache_path, base, numbered._source_stamp)  # type: ignore[no-untyped-call]
 
+    @classmethod
+    def takes_place(cls) -> bool:
+        """Return whether this version of Numba has the methods that are used here; else its own files are used."""
+        return all(
+            hasattr(cls, name) for name in ("_dump", "_data_name", "_save_data", "_load_index", "_save_index")
+        )
+
     def save(self, key: Any, data: Any) -> None:
         """Save the machine code of the signature ``key``."""
         files: Any = self  # Numba's methods have no types
@@ -105,7 +112,9 @@ def compiled(**options: Any) -> Callable[[Any], Any]:
         except RuntimeError:  # no writable cache directory: each process compiles for itself
             kernel = numba.njit(**options)(function)
         else:
-            kernel._cache._cache_file = _CacheFiles(kernel._cache._cache_file)
+            if _CacheFiles.takes_place():
+                cache: Any = vars(kernel)["_cache"]
+                cache._cache_file = _CacheFiles(cache._cache_file)
         function.__qualname__ = name
         kernel.__qualname__ = name
 
