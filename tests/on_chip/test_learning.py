@@ -15,11 +15,11 @@ from flatroll import estimators
 from flatroll.buffers import LazyTensorStorage
 from flatroll.estimators import (
     GAE,
-    GroupAdvantage,
     A2CLoss,
     ClipPPOLoss,
     DiscreteSACLoss,
     DQNLoss,
+    GroupAdvantage,
     HardUpdate,
     KLPENPPOLoss,
     PPOLoss,
