@@ -45,6 +45,7 @@ from flatroll.estimators.values.estimators import (
     ValueEstimators,
     VTrace,
 )
+from flatroll.estimators.values.group_advantage import GroupAdvantage
 
 __all__ = [
     "GAE",
@@ -52,6 +53,7 @@ __all__ = [
     "ClipPPOLoss",
     "DQNLoss",
     "DiscreteSACLoss",
+    "GroupAdvantage",
     "HardUpdate",
     "KLPENPPOLoss",
     "LossInputs",

@@ -19,6 +19,7 @@ from flatroll.estimators import (
     ClipPPOLoss,
     DiscreteSACLoss,
     DQNLoss,
+    GroupAdvantage,
     HardUpdate,
     KLPENPPOLoss,
     PPOLoss,
@@ -30,7 +31,7 @@ from flatroll.estimators import (
     target_copy,
     update_step,
 )
-from flatroll.layout import audit
+from flatroll.layout import audit, run_starts
 from flatroll.modules import (
     GRU,
     LSTM,
@@ -91,6 +92,14 @@ for estimator in ("GAE", "TD0Estimator", "TD1Estimator", "TDLambdaEstimator", "V
         if estimator != "VTrace":
             found.append(module(estimator, shifted=True)(batch.clone()))
         return [(one["advantage"], one["value_target"]) for one in found]
+
+
+@CASES.add("GroupAdvantage", drives="GroupAdvantage", close=True)
+def _(d: str) -> Any:
+    batch = Data.of(600, 40).to(d).batch()
+    run = run_starts(batch).cumsum(0)
+    batch["group"] = run % 3
+    return [GroupAdvantage(std=std, leave_one_out=std)(batch.clone())["advantage"] for std in (False, True)]
 
 
 @CASES.add("GAE of compact and hidden rows", drives="GAE RewardScale", close=True)
