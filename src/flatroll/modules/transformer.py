@@ -280,21 +280,25 @@ class TransformerModule(MemoryModule):
         starts = self._run_starts(batch)
         rows = self._input_rows(batch)
         self._check_order(batch, starts)
-        burn_in = burn_in_rows()
-        if not burn_in:
-            self._warn_of_cut_runs(batch, starts)
+        self.warn_of_cut_runs(batch, starts)
 
         first = starts.flatten()
         position = steps_into_run(first).to(rows.device)
         attention = attention_over_runs(first, self.context, rows.device, biased=self.position == "learned")
         without_gradient = None
+        burn_in = burn_in_rows()
         if burn_in and torch.is_grad_enabled():
             without_gradient = position < burn_in
         return self.network(rows, position, attention, without_gradient), {}
 
-    def _warn_of_cut_runs(self, batch: TensorDictBase, starts: Tensor) -> None:
-        """Warn once of runs that begin inside an episode; skipped where it would sync with the host."""
-        if self._warned or not starts.is_cpu or is_tracing() or torch.compiler.is_compiling():
+    def warn_of_cut_runs(self, batch: TensorDictBase, starts: Tensor) -> None:
+        """Warn once of runs that begin inside an episode, without burn-in; skipped where it would sync with the host.
+
+        Args:
+            batch: ``[*B]``; its ``"step_count"``, or else is_init, says where episodes begin.
+            starts: bool ``[*B]``, first rows of runs.
+        """
+        if self._warned or burn_in_rows() or not starts.is_cpu or is_tracing():
             return
 
         steps = batch.get(STEP_COUNT, None)
