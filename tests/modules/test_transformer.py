@@ -89,10 +89,10 @@ def turned(vector, position):
     """Pairs of features, as complex numbers, times a unit of the pair's angle."""
     half = vector.shape[-1] // 2
     angles = position * 10_000.0 ** -(torch.arange(half, dtype=torch.float64) / half)
-    pairs = torch.complex(vector[..., :half], vector[..., half:]) * torch.polar(
+    pairs = torch.complex(vector[..., ::2], vector[..., 1::2]) * torch.polar(
         torch.ones(half).double(), angles
     )
-    return torch.cat([pairs.real, pairs.imag], -1)
+    return torch.stack([pairs.real, pairs.imag], -1).flatten(-2)
 
 
 def merged(block, hidden, gathered):
@@ -121,7 +121,9 @@ def grads(module, out):
 
 
 @pytest.mark.cover(2)
-@pytest.mark.parametrize("lengths", [[1], [3, 1, 9, 2], [100, 1, 70, 5, 5, 64, 65]], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [[1], [3, 1, 9, 2], [6, 4, 10, 10], [9, 9], [100, 1, 70, 5, 5, 64, 65]], ids=str
+)
 @pytest.mark.parametrize("context", [1, 7, 64, None])
 @pytest.mark.parametrize("position", POSITIONS)
 @pytest.mark.parametrize("gate", [None, "gtrxl"])
@@ -139,15 +141,16 @@ def test_cached_steps_equal_the_flat_pass(lengths, context, position, gate, laye
 
 
 @pytest.mark.cover(2)
+@pytest.mark.parametrize("lengths", [[2, 90, 1, 12, 70, 10], [20, 4, 24, 23, 1], [30, 30]], ids=str)
 @pytest.mark.parametrize("context", [1, 5, 40, None])
 @pytest.mark.parametrize("position", POSITIONS)
 @pytest.mark.parametrize("gate", [None, "gtrxl"])
 @pytest.mark.parametrize("layers", [1, 2])
-def test_outputs_and_gradients_are_those_of_the_definition(context, position, gate, layers):
+def test_outputs_and_gradients_are_those_of_the_definition(lengths, context, position, gate, layers):
     if position == "learned" and context is None:
         return
     module = module_of(layers, context=context, position=position, gate=gate)
-    batch = batch_of([2, 90, 1, 12, 70, 10])
+    batch = batch_of(lengths)
     found = flat(module, batch)
     expected = reference(module, batch)
     torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
@@ -239,8 +242,10 @@ def test_gradients_through_steps(context):
 def test_gradients_of_gradients_pass_the_padding():
     from flatroll.modules.backends.attention import GroupedRuns, _Pad, _Unpad
 
-    places = GroupedRuns(torch.tensor([True, False, True, True, False]), None, torch.device("cpu")).places
-    rows = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
+    places = GroupedRuns(
+        torch.tensor([True, False, False, True, True, False, False]), None, torch.device("cpu")
+    ).places
+    rows = torch.randn(7, 2, dtype=torch.float64, requires_grad=True)
 
     def around(rows):
         return _Unpad.apply(_Pad.apply(rows, *places) ** 3, *places)

@@ -6,6 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from flatroll.kernels.scan import is_tracing
 from flatroll.modules.backends.attention import Attention
 
 #: The wavelengths of rotary positions grow to this number.
@@ -70,9 +71,9 @@ class TransformerNetwork(nn.Module):
         Returns:
             ``[N, embed_size]``.
         """
-        turn = None
+        turns = None
         if self.rotary:
-            turn = _turns(positions, self.head_size, rows.dtype)
+            turns = _turns(positions, self.head_size)
 
         hidden: Tensor = self.embed(rows)
         for layer, one in enumerate(self.blocks):
@@ -80,14 +81,15 @@ class TransformerNetwork(nn.Module):
             projected = block.project(hidden)
             if without_gradient is not None:
                 projected = torch.where(without_gradient[:, None], projected.detach(), projected)
-            projected = projected.view(len(rows), 3, self.num_heads, self.head_size)
-            if turn is not None:
-                projected = _rotated(projected, *turn)
+            query, key, value = projected.view(len(rows), 3, self.num_heads, self.head_size).unbind(1)
+            if turns is not None:
+                query = _turned(query, turns)
+                key = _turned(key, turns)
 
             bias = None
             if self.distances is not None:
                 bias = self.distances[layer]
-            hidden = block(hidden, attention.attend(layer, projected, bias))
+            hidden = block(hidden, attention.attend(layer, query, key, value, bias))
 
         out: Tensor = self.norm(hidden)
         if without_gradient is not None:
@@ -157,19 +159,26 @@ def _merged(gate: _Gate | None, stream: Tensor, new: Tensor) -> Tensor:
     return merged
 
 
-def _turns(positions: Tensor, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine of each position's angles, ``[N, 1, 1, size / 2]``.
+def _turns(positions: Tensor, size: int) -> Tensor:
+    """Return cosine and sine of each position's angles, float64 ``[N, 1, size / 2, 2]``.
 
-    The angles are in float64: in float32 one of a million steps would be off by several degrees.
+    In float32 the angle of one of a million steps would be off by several degrees.
     """
     exponents = torch.arange(0, size, 2, device=positions.device, dtype=torch.float64) / size
-    angles = positions[:, None, None, None] * torch.exp(exponents * -math.log(_BASE))
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    angles = positions[:, None, None] * torch.exp(exponents * -math.log(_BASE))
+    return torch.stack([angles.cos(), angles.sin()], -1)
 
 
-def _rotated(projected: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turn queries and keys ``[N, :2, heads, size]`` by the angles of their positions; values stay as they are."""
-    turned, value = projected.split([2, 1], 1)
-    left, right = turned.chunk(2, -1)
-    turned = torch.cat([left * cosine - right * sine, right * cosine + left * sine], -1)
-    return torch.cat([turned.to(value.dtype), value], 1)
+def _turned(rows: Tensor, turns: Tensor) -> Tensor:
+    """Turn each two features of queries or keys ``[N, heads, size]`` by an angle of their position."""
+    pairs = rows.unflatten(-1, (-1, 2))
+    turns = turns.to(rows.dtype)
+    if rows.dtype in (torch.float32, torch.float64) and not is_tracing():
+        # as complex numbers, in one operation
+        product = torch.view_as_complex(pairs) * torch.view_as_complex(turns)
+        return torch.view_as_real(product).flatten(-2)
+
+    left, right = pairs.unbind(-1)
+    cosine, sine = turns.unbind(-1)
+    turned = torch.stack([left * cosine - right * sine, right * cosine + left * sine], -1)
+    return turned.flatten(-2)

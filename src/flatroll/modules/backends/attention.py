@@ -3,10 +3,10 @@
 Runs are sorted by length and cut into parts whose runs are within a quarter of one another. Within a part each run is
 padded behind its last row, so a causal call needs no mask. Where only the last ``context`` rows are visible, long runs
 are cut into blocks of that many rows: a row sees its block and the one before. So work grows with rows times the
-smaller of run length and ``context``.
+smaller of run length and ``context``. Slices of one length need no other place than they have.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -20,17 +20,19 @@ NEAREST = 0.8
 FEW_ROWS = 3
 #: Blocks have at least this many rows: smaller ones cost more calls than they save.
 LEAST_BLOCK = 32
+#: Tiles of several runs have this many rows at most: a call with a mask touches every pair of rows in a tile.
+LARGEST_TILE = 128
 
 
 class Attention(Protocol):
     """What the layers of a network attend with."""
 
-    def attend(self, layer: int, projected: Tensor, bias: Tensor | None) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
         """Return what each of N rows gathers from the rows that it sees, ``[N, heads * size]``.
 
         Args:
             layer: number of the layer.
-            projected: query, key and value of each row, ``[N, 3, heads, size]``.
+            query, key, value: of each row, ``[N, heads, size]``.
             bias: added to the scores, ``[heads, context]``, by the number of rows between query and key; or None.
         """
         ...
@@ -82,24 +84,35 @@ class GroupedRuns:
             context = rows
         else:
             block = max(context, LEAST_BLOCK)
+
+        self.parts: list[Part] = []
+        #: None: the rows lie at their places.
+        self.places: Places | None = None
+        tile = _find_tile(starts, lengths)
+        if tile is not None and tile <= 2 * block:
+            window = None
+            if tile > context or biased or int(lengths[-1]) < tile:
+                window = _window_of_tiles(starts, tile, context, device)
+            self.parts.append(Part(rows // tile, tile, window, of_blocks=False))
+            return
+
         blocks = (lengths + block - 1) // block
         long = int((lengths > 2 * block).sum())
 
         # the rows that each run takes up: whole blocks, or as many as the longest run of its part
         widths = blocks * block
-        parts: list[Part] = []
         if long:
             firsts = torch.zeros(int(blocks[:long].sum()), dtype=torch.bool)
             firsts[blocks[:long].cumsum(0) - blocks[:long]] = True
             window = _window_of_blocks(firsts, block, context, device)
-            parts.append(Part(len(firsts), block, window, of_blocks=True))
+            self.parts.append(Part(len(firsts), block, window, of_blocks=True))
 
         at = long
         for runs, longest in _similar(lengths[long:]):
             window = None
             if longest > context or biased:
                 window = _window(longest, longest, context, device)
-            parts.append(Part(runs, longest, window, of_blocks=False))
+            self.parts.append(Part(runs, longest, window, of_blocks=False))
             widths[at : at + runs] = longest
             at += runs
 
@@ -112,33 +125,41 @@ class GroupedRuns:
         source = torch.zeros(len(is_padding), dtype=torch.int64)
         source[place] = torch.arange(rows)
 
-        self.parts = parts
         self.places = Places(
             upload(source, device), upload(place, device), upload(is_padding.nonzero().squeeze(1), device)
         )
 
-    def attend(self, layer: int, projected: Tensor, bias: Tensor | None) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
         """See `Attention`."""
-        heads = projected.shape[2:]
-        padded: Tensor = _Pad.apply(projected.flatten(1), *self.places)
+        heads = value.shape[1:]
+        inputs = [self._by_part(rows.flatten(1)) for rows in (query, key, value)]
 
         gathered: list[Tensor] = []
-        sizes = [part.pieces * part.length for part in self.parts]
-        for part, rows in zip(self.parts, padded.split(sizes), strict=True):
-            # [pieces, length, 3, heads, size] -> three of [pieces, heads, length, size]
-            query, key, value = rows.view(part.pieces, part.length, 3, *heads).permute(2, 0, 3, 1, 4).unbind()
+        for part, *rows in zip(self.parts, *inputs, strict=True):
             if part.length == 1:
-                gathered.append(value.flatten(1))
+                gathered.append(rows[2])
                 continue
 
+            # [pieces * length, heads * size] -> [pieces, heads, length, size]
+            shape = (part.pieces, part.length, *heads)
+            query, key, value = (one.view(shape).transpose(1, 2) for one in rows)
             if part.of_blocks:
                 key = _with_block_before(key)
                 value = _with_block_before(value)
             out = attend_within(query, key, value, part.window, bias)
-            gathered.append(out.transpose(1, 2).reshape(len(rows), -1))
+            gathered.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
 
-        out: Tensor = _Unpad.apply(torch.cat(gathered), *self.places)
-        return out
+        if self.places is None:
+            return gathered[0]
+        out = _Unpad.apply(torch.cat(gathered), *self.places)
+        return cast(Tensor, out)
+
+    def _by_part(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Return the rows ``[N, F]`` of each part at their places."""
+        if self.places is None:
+            return (rows,)
+        padded: Tensor = _Pad.apply(rows, *self.places)
+        return padded.split([part.pieces * part.length for part in self.parts])
 
 
 class MaskedRuns:
@@ -158,10 +179,10 @@ class MaskedRuns:
             visible &= distance < context
         self.window = Window(visible, distance)
 
-    def attend(self, layer: int, projected: Tensor, bias: Tensor | None) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
         """See `Attention`."""
-        # [N, 3, heads, size] -> three of [1, heads, N, size]
-        query, key, value = projected.permute(1, 2, 0, 3).unsqueeze(1).unbind()
+        # [N, heads, size] -> [1, heads, N, size]
+        query, key, value = (rows.transpose(0, 1).unsqueeze(0) for rows in (query, key, value))
         out = attend_within(query, key, value, self.window, bias)
         return out.squeeze(0).transpose(0, 1).flatten(1)
 
@@ -190,6 +211,25 @@ def attend_within(
     return scaled_dot_product_attention(query, key, value, attn_mask=scores)
 
 
+def _find_tile(starts: Tensor, lengths: Tensor) -> int | None:
+    """Return a length of tiles that no run crosses, of one run each or of few rows; None if there is none.
+
+    Such are slices of one length, whose rows need no other place.
+
+    >>> starts = torch.tensor([1, 0, 1, 0, 1, 0, 0, 0]).bool()
+    >>> _find_tile(starts, torch.tensor([4, 2, 2]))
+    4
+    """
+    rows = len(starts)
+    longest = int(lengths[0])
+    if int(lengths[-1]) == longest:
+        return longest
+    for tile in range(longest, min(2 * longest, LARGEST_TILE) + 1):
+        if rows % tile == 0 and bool(starts[::tile].all()):
+            return tile
+    return None
+
+
 def _similar(lengths: Tensor) -> list[tuple[int, int]]:
     """Divide runs, by descending length, into parts of similar ones: the runs in each and its longest length.
 
@@ -215,6 +255,14 @@ def _window(queries: int, keys: int, context: int, device: torch.device) -> Wind
     at = torch.arange(keys, device=device)
     distance = at[keys - queries :, None] - at
     return Window((distance >= 0) & (distance < context), distance)
+
+
+def _window_of_tiles(starts: Tensor, tile: int, context: int, device: torch.device) -> Window:
+    """Return the windows of tiles of rows, each of one or several runs."""
+    window = _window(tile, tile, context, device)
+    run = upload(starts.cumsum(0), device).view(-1, tile)
+    same = run[:, :, None] == run[:, None]
+    return Window((window.visible & same).unsqueeze(1), window.distance)
 
 
 def _window_of_blocks(firsts: Tensor, block: int, context: int, device: torch.device) -> Window:
@@ -307,13 +355,13 @@ class CachedSteps:
             return torch.stack(self._layers, 1)
         return self._cache
 
-    def attend(self, layer: int, projected: Tensor, bias: Tensor | None) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
         """See `Attention`."""
-        query = projected[:, 0].unsqueeze(2)
-        row = projected[:, 1:].unsqueeze(3)  # [E, 2, heads, 1, size]
-
         slots = self._layers[layer]
+        query = query.unsqueeze(2)
+        row = torch.stack([key, value.to(key.dtype)], 1).unsqueeze(3)  # [E, 2, heads, 1, size]
         row = row.to(slots.dtype)
+
         if torch.is_grad_enabled() and (row.requires_grad or slots.requires_grad):
             slots = slots.scatter(3, self._slot, row)
             self._layers[layer] = slots
