@@ -35,7 +35,9 @@ class Padded:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
         """See `flatroll.modules.backends.attention.Attention`."""
-        query, key, value = (rows.unflatten(0, self.shape).transpose(1, 2) for rows in (query, key, value))
+        query, key, value = (
+            rows.view(*self.shape, *rows.shape[1:]).transpose(1, 2) for rows in (query, key, value)
+        )
         causal = self.mask is None
         out = scaled_dot_product_attention(query, key, value, attn_mask=self.mask, is_causal=causal)
         return out.transpose(1, 2).flatten(2).flatten(0, 1)
@@ -62,10 +64,16 @@ def flat(module: Any, rows: Tensor, starts: Tensor) -> Run:
         module.zero_grad(set_to_none=True)
         with set_recurrent_mode("recurrent"):
             out: Tensor = module(batch.copy())["features"]
-        out.square().mean().backward()
-        return out
+        return learned(out)
 
     return run
+
+
+def learned(out: Tensor) -> Tensor:
+    """Make the backward pass; return the outputs."""
+    loss: Any = out.square().mean()
+    loss.backward()
+    return out
 
 
 def windowed(module: TransformerModule, rows: Tensor, starts: Tensor, steps: int) -> Run:
@@ -76,9 +84,7 @@ def windowed(module: TransformerModule, rows: Tensor, starts: Tensor, steps: int
         run_of = starts.cumsum(0).view(-1, steps)
         mask = (run_of[:, :, None] == run_of[:, None]).tril_().unsqueeze(1)
         network = module.network
-        out = network(rows, steps_into_run(starts), Padded((len(run_of), steps), mask))
-        out.square().mean().backward()
-        return out
+        return learned(network(rows, steps_into_run(starts), Padded((len(run_of), steps), mask)))
 
     return run
 
@@ -90,13 +96,11 @@ def padded(module: TransformerModule, rows: Tensor, starts: Tensor) -> Run:
         module.zero_grad(set_to_none=True)
         position = steps_into_run(starts)
         lengths = starts.nonzero().squeeze(1).diff(append=torch.tensor([len(rows)]))
-        wide = pad_sequence(rows.split(lengths.tolist()), batch_first=True)
+        wide = pad_sequence([*torch.split(rows, lengths.tolist())], batch_first=True)
         shape = (wide.shape[0], wide.shape[1])
         places = torch.arange(shape[1]).repeat(shape[0])
         padded = module.network(wide.flatten(0, 1), places, Padded(shape, None))
-        out = padded.index_select(0, (starts.cumsum(0) - 1) * shape[1] + position)
-        out.square().mean().backward()
-        return out
+        return learned(padded.index_select(0, (starts.cumsum(0) - 1) * shape[1] + position))
 
     return run
 

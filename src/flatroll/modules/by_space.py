@@ -850,7 +850,7 @@ def _make_trunk(
         if kind is not TransformerModule:  # which stores none
             options = {**options, "state": "zero"}
 
-    memory = kind(
+    memory: Any = kind(
         body.size,
         size,
         in_keys=[embedding, *names, IS_INIT],

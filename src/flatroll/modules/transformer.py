@@ -1,7 +1,7 @@
 """TransformerModule: cached single steps in rollouts, attention over whole runs of a flat batch in training."""
 
 import warnings
-from typing import ClassVar, Literal, TypeAlias, Unpack, cast
+from typing import ClassVar, Literal, TypeAlias, Unpack
 
 import torch
 from tensordict import TensorDictBase
@@ -174,7 +174,7 @@ class TransformerModule(MemoryModule):
     @property
     @override
     def weight(self) -> Tensor:
-        return cast(Tensor, self.network.embed.weight)
+        return self.network.embed.weight
 
     @override
     def make_tensordict_primer(self) -> TensorDictPrimer:

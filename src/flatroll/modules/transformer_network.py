@@ -171,7 +171,7 @@ def _turns(positions: Tensor, size: int) -> Tensor:
 
 def _turned(rows: Tensor, turns: Tensor) -> Tensor:
     """Turn each two features of queries or keys ``[N, heads, size]`` by an angle of their position."""
-    pairs = rows.unflatten(-1, (-1, 2))
+    pairs = rows.view(*rows.shape[:-1], -1, 2)
     turns = turns.to(rows.dtype)
     if rows.dtype in (torch.float32, torch.float64) and not is_tracing():
         # as complex numbers, in one operation

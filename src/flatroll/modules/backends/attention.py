@@ -91,8 +91,10 @@ class GroupedRuns:
         tile = _find_tile(starts, lengths)
         if tile is not None and tile <= 2 * block:
             window = None
-            if tile > context or biased or int(lengths[-1]) < tile:
+            if int(lengths[-1]) < tile:
                 window = _window_of_tiles(starts, tile, context, device)
+            elif tile > context or biased:
+                window = _window(tile, tile, context, device)
             self.parts.append(Part(rows // tile, tile, window, of_blocks=False))
             return
 
@@ -116,18 +118,9 @@ class GroupedRuns:
             widths[at : at + runs] = longest
             at += runs
 
-        # a row's place: where its run begins, and the row's position in the run
         begins = widths.cumsum(0) - widths
-        moved = torch.empty_like(begins).index_copy_(0, by_rank, begins) - first
-        place = torch.arange(rows) + moved[starts.cumsum(0) - 1]
-        is_padding = torch.ones(int(widths.sum()), dtype=torch.bool)
-        is_padding[place] = False
-        source = torch.zeros(len(is_padding), dtype=torch.int64)
-        source[place] = torch.arange(rows)
-
-        self.places = Places(
-            upload(source, device), upload(place, device), upload(is_padding.nonzero().squeeze(1), device)
-        )
+        begins = torch.empty_like(begins).index_copy_(0, by_rank, begins)  # in the order of the batch
+        self.places = _lay_out(starts, begins - first, int(widths.sum()), device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
         """See `Attention`."""
@@ -151,15 +144,15 @@ class GroupedRuns:
 
         if self.places is None:
             return gathered[0]
-        out = _Unpad.apply(torch.cat(gathered), *self.places)
+        out = _Unpad.apply(torch.cat(gathered), *self.places)  # type: ignore[no-untyped-call]  # torch leaves it so
         return cast(Tensor, out)
 
     def _by_part(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Return the rows ``[N, F]`` of each part at their places."""
         if self.places is None:
             return (rows,)
-        padded: Tensor = _Pad.apply(rows, *self.places)
-        return padded.split([part.pieces * part.length for part in self.parts])
+        padded: Tensor = _Pad.apply(rows, *self.places)  # type: ignore[no-untyped-call]  # torch leaves it so
+        return torch.split(padded, [part.pieces * part.length for part in self.parts])
 
 
 class MaskedRuns:
@@ -209,6 +202,15 @@ def attend_within(
     known = bias[:, window.distance.clamp(0, bias.shape[-1] - 1)].to(query.dtype)
     scores = torch.where(window.visible, known, -torch.inf)
     return scaled_dot_product_attention(query, key, value, attn_mask=scores)
+
+
+def _lay_out(starts: Tensor, moves: Tensor, size: int, device: torch.device) -> Places:
+    """Return the places of rows among ``size``; those of a run are ``moves`` (int64 ``[runs]``) behind its rows."""
+    at = torch.arange(len(starts))
+    place = at + moves[starts.cumsum(0) - 1]
+    source = torch.zeros(size, dtype=torch.int64).index_copy_(0, place, at)
+    padding = torch.ones(size, dtype=torch.bool).index_fill_(0, place, False).nonzero().squeeze(1)
+    return Places(*(upload(index, device) for index in (source, place, padding)))
 
 
 def _find_tile(starts: Tensor, lengths: Tensor) -> int | None:
@@ -300,7 +302,8 @@ class _Pad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """Take the rows back."""
-        return _Unpad.apply(grads[0], *ctx.saved_tensors), None, None, None
+        taken = _Unpad.apply(grads[0], *ctx.saved_tensors)  # type: ignore[no-untyped-call]  # torch leaves it so
+        return taken, None, None, None
 
 
 class _Unpad(torch.autograd.Function):
@@ -321,7 +324,8 @@ class _Unpad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """Lay them out again."""
-        return _Pad.apply(grads[0], *ctx.saved_tensors), None, None, None
+        laid_out = _Pad.apply(grads[0], *ctx.saved_tensors)  # type: ignore[no-untyped-call]  # torch leaves it so
+        return laid_out, None, None, None
 
 
 class CachedSteps:
