@@ -31,8 +31,9 @@ from flatroll.kernels.scan import is_tracing, zeroed
 from flatroll.layout.boundaries import starts_from
 from flatroll.layout.checks import check_whole_number
 from flatroll.layout.final import Final, read_final
-from flatroll.layout.keys import NestedKey, next_key, require
+from flatroll.layout.keys import NestedKey, is_hidden, next_key, require
 from flatroll.layout.tensordict_seam import call_network, call_plain, get_entry
+from flatroll.modules import TransformerModule
 
 Columns: TypeAlias = dict[NestedKey, Tensor]
 
@@ -475,6 +476,8 @@ def _flatten(
     starts = None
     # For recurrent modules the computed boundaries, not the markers of the batch, say where runs start.
     if network.recurrent:
+        if any(map(is_hidden, network.states)):  # which no batch holds
+            _warn_of_cut_runs(network.module, batch, starts_from(inputs.at.ends))
         is_init = starts_from(inputs.at.ends.reshape(-1)).unsqueeze(-1)
         states = {key: batch.get(key, None) for key in network.states}
         columns |= {key: flat_rows(column, dims) for key, column in states.items() if column is not None}
@@ -494,6 +497,13 @@ def _flatten(
         unknown=unknown,
         starts=starts,
     )
+
+
+def _warn_of_cut_runs(module: TensorDictModuleBase, batch: TensorDictBase, starts: Tensor) -> None:
+    """Let the transformers of a network say that runs begin inside episodes: the stream does not tell them."""
+    for part in module.modules():
+        if isinstance(part, TransformerModule):
+            part.warn_of_cut_runs(batch, starts)
 
 
 def _over_stream(

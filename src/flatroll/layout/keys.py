@@ -143,6 +143,15 @@ def next_key(key: NestedKey) -> tuple[str, ...]:
     return (NEXT, *as_tuple(key))
 
 
+def is_hidden(key: NestedKey) -> bool:
+    """Return whether the name of an entry begins with ``_``: collectors never store it.
+
+    >>> is_hidden("_cache"), is_hidden(("next", "_cache")), is_hidden("cache")
+    (True, True, False)
+    """
+    return as_tuple(key)[-1].startswith("_")
+
+
 def under_next(key: NestedKey) -> tuple[str, ...]:
     """Return ``key`` with a leading ``"next"``, which is added if it is missing.
 

@@ -17,6 +17,7 @@ from flatroll.modules.networks import GRU, LSTM, GRUCell, LSTMCell
 from flatroll.modules.primer import TensorDictPrimer
 from flatroll.modules.recurrent import GRUModule, LSTMModule
 from flatroll.modules.running_norm import RunningNorm, update_norms
+from flatroll.modules.transformer import TransformerModule
 
 # A backend of the outer ring: the core asks for it and does not import it.
 register_by_row("triton", on_device)
@@ -40,6 +41,7 @@ __all__ = [
     "RunningNorm",
     "SquashedGaussian",
     "TensorDictPrimer",
+    "TransformerModule",
     "actor",
     "critic",
     "q_network",

@@ -16,6 +16,7 @@ from flatroll.layout.keys import (
     IS_INIT,
     MASK,
     NestedKey,
+    is_hidden,
     marker,
     next_key,
     require,
@@ -93,6 +94,13 @@ class BurnIn:
             raise ValueError(
                 "the modules have no recurrent state: no part of them has make_tensordict_primer(). Pass a GRUModule "
                 "or LSTMModule, or name the states with out_keys"
+            )
+
+        caches = list(filter(is_hidden, self.out_keys))
+        if caches:
+            raise ValueError(
+                f"out_keys must be states that a row can hold, got {caches}, the cache of a TransformerModule: leave "
+                "BurnIn out, and pass burn_in= to the loss, which keeps the first rows of each slice as context"
             )
 
         self.init_key = init_key

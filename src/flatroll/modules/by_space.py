@@ -43,6 +43,7 @@ from flatroll.layout.keys import (
     MASK,
     NestedKey,
     as_tuple,
+    is_hidden,
     marker,
     next_key,
     plain_key,
@@ -69,11 +70,12 @@ from flatroll.modules.distributions import (
 )
 from flatroll.modules.recurrent import GRUModule, LSTMModule
 from flatroll.modules.running_norm import RunningNorm
+from flatroll.modules.transformer import TransformerModule
 
 #: An env; only its spaces are read.
 SpacedEnv: TypeAlias = Any
 N = TypeVar("N", bound=nn.Module)
-Recurrent: TypeAlias = Literal["gru", "lstm"]
+Recurrent: TypeAlias = Literal["gru", "lstm", "transformer"]
 Cnn: TypeAlias = Literal["small", "impala"]
 
 #: Minimum side of an image for the three strided layers of the small CNN.
@@ -122,8 +124,9 @@ def actor(
         activation: between the layers. Default ``nn.Tanh``.
         cnn: the network for images: ``"small"``, three layers with strides 4, 2, 1 (two of 3 x 3 for sides below 36),
             or ``"impala"``, fifteen layers in residual blocks.
-        recurrent: ``"gru"`` or ``"lstm"``: the last layer is a `GRUModule` or `LSTMModule`, whose state collectors
-            carry. Default None: no memory.
+        recurrent: ``"gru"``, ``"lstm"`` or ``"transformer"``: the last layer is a `GRUModule`, an `LSTMModule` or a
+            `TransformerModule` of two gated layers with 4 heads and a context of 64 rows. Collectors carry its state.
+            Default None: no memory.
         std: the standard deviation of a Box's numbers: ``"independent"`` of the observation, one parameter for each
             number, or a second output of the network, ``"dependent"``.
         squash: squash the numbers of a Box by tanh into its bounds. Default None: where all bounds are finite.
@@ -797,7 +800,7 @@ def _make_trunk(
     """
     check_flags(norm=norm)
     check_choice("cnn", cnn, ("small", "impala"))
-    check_choice("recurrent", recurrent, (None, "gru", "lstm"))
+    check_choice("recurrent", recurrent, (None, *_MEMORIES))
     widths = [check_whole_number("hidden", size) for size in check_sizes("hidden", hidden)]
     if recurrent is not None and not widths:
         raise ValueError(
@@ -840,22 +843,42 @@ def _make_trunk(
     size = widths.pop()
     body = Encoder(seen, widths, activation, cnn)
     embedding = f"{prefix}_embedding"
-    kind: Any = GRUModule if recurrent == "gru" else LSTMModule
+    kind, options = _MEMORIES[recurrent]
     names = list(kind.state_keys)
-    begins = "stored"
     if state is not None:
-        names = [key.replace("recurrent_state", state) for key in names]
-        begins = "zero"
+        names = [_renamed_state(key, state) for key in names]
+        if kind is not TransformerModule:  # which stores none
+            options = {**options, "state": "zero"}
 
-    memory = kind(
+    memory: Any = kind(
         body.size,
         size,
         in_keys=[embedding, *names, IS_INIT],
         out_keys=[features, *map(next_key, names)],
-        state=begins,
+        **options,
     )
-    _orthogonal(memory.net, 1.0)
+    if kind is not TransformerModule:
+        _orthogonal(memory.net, 1.0)
     return _Trunk([*parts, TensorDictModule(body, keys, [embedding]), memory], features, size)
+
+
+#: The module of each kind of memory, and its arguments besides sizes and keys.
+_MEMORIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gru": (GRUModule, {}),
+    "lstm": (LSTMModule, {}),
+    "transformer": (TransformerModule, {"num_layers": 2, "context": 64, "gate": "gtrxl"}),
+}
+
+
+def _renamed_state(key: str, state: str) -> str:
+    """Return a default state key with another name; what is hidden stays so.
+
+    >>> _renamed_state("recurrent_state_h", "critic_state"), _renamed_state("_cache", "critic_state")
+    ('critic_state_h', '_critic_state_cache')
+    """
+    if is_hidden(key):
+        return f"_{state}{key}"
+    return key.replace("recurrent_state", state)
 
 
 def _is_image(space: Any) -> bool:

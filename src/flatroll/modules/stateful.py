@@ -1,81 +1,32 @@
-"""Base class of the recurrent modules: keys, states and checks."""
+"""Base class of the recurrent modules, whose states are small enough to be stored in each row."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import ClassVar, TypeAlias, TypedDict, cast
+from typing import ClassVar, TypeAlias, Unpack, cast
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModuleBase, dispatch
 from torch import Tensor
+from typing_extensions import override
 
-from flatroll.kernels.scan import is_tracing
-from flatroll.layout.boundaries import run_starts, steps_into_run
-from flatroll.layout.checks import check_choice, check_key_names, check_keys
+from flatroll.layout.boundaries import steps_into_run
+from flatroll.layout.checks import check_choice
 from flatroll.layout.column_actor import Columns
-from flatroll.layout.following import check_runs_in_order
-from flatroll.layout.keys import (
-    DONE,
-    HAS_STATE,
-    IS_INIT,
-    MASK,
-    OBSERVATION,
-    TRAJ_IDS,
-    NestedKey,
-    as_tuple,
-    marker,
-    next_key,
-    plain_key,
-    require,
-)
+from flatroll.layout.keys import HAS_STATE, MASK, NestedKey, marker, next_key
 from flatroll.layout.transfers import upload
 from flatroll.modules.backends.packing import States
-from flatroll.modules.mode import Mode, burn_in_rows, check_mode, recurrent_mode
+from flatroll.modules.memory import MemoryModule, MemoryOptions
+from flatroll.modules.mode import burn_in_rows
 from flatroll.modules.primer import TensorDictPrimer
 
-# The order of rows is checked in the first calls and in every 16th one after them.
-_FIRST_CALLS = 4
-_EVERY = 16
-_WAY_OUT = (
-    "Call the module on the batch as it was collected or on slices (SliceSampler), before you shuffle, index or filter "
-    "rows, or set is_init where a run begins"
-)
 
-
-class StatefulOptions(TypedDict, total=False):
+class StatefulOptions(MemoryOptions, total=False):
     """Keyword arguments of every stateful module; :class:`flatroll.modules.GRUModule` documents them."""
 
-    in_key: NestedKey | None
-    in_keys: Sequence[NestedKey] | None
-    out_key: NestedKey | None
-    out_keys: Sequence[NestedKey] | None
-    default_recurrent_mode: Mode
     state: str
-    done_key: NestedKey
-    traj_key: NestedKey
 
 
-def _key_list(
-    name: str, key: NestedKey | None, keys: Sequence[NestedKey] | None, states: Sequence[NestedKey]
-) -> list[NestedKey]:
-    """``keys``, or ``key`` followed by the default state keys."""
-    if (key is None) == (keys is None):
-        raise ValueError(f"exactly one of {name} and {name}s must be given, got {key!r} and {keys!r}")
-    if isinstance(keys, str):
-        raise TypeError(f"{name}s must be a list of keys, got the string {keys!r}: pass {name}={keys!r}")
-    check_keys(optional=True, **{name: key})
-
-    if key is None:
-        keys = check_key_names(f"{name}s", keys)
-    else:
-        keys = (key, *states)
-    chosen = [plain_key(k) for k in keys]
-    if len(set(chosen)) < len(chosen):
-        raise ValueError(f"{name}s must be different keys, got {chosen}: one entry cannot hold two things")
-    return chosen
-
-
-class StatefulModule(TensorDictModuleBase):
+class StatefulModule(MemoryModule):
     """A tensordict module with a recurrent state, carried from each row of a run to the next.
 
     A subclass defines its default state keys, sets ``input_size`` and implements one step (:meth:`step`) and whole
@@ -89,58 +40,20 @@ class StatefulModule(TensorDictModuleBase):
     state_keys: ClassVar[tuple[str, ...]] = ("recurrent_state",)
     #: Whether autocast on the CPU would cover only a part of the network. If so, it is turned off for the network.
     autocast_in_part: ClassVar[bool] = False
-    input_size: int
     #: Whether outputs depend on rows that come later in their run.
     bidirectional: bool = False
-    _calls: int = 0  # of runs, whose order is checked now and then
 
     def __init__(
         self,
         state_shape: tuple[int, int],
         *,
-        in_key: NestedKey | None = None,
-        in_keys: Sequence[NestedKey] | None = None,
-        out_key: NestedKey | None = None,
-        out_keys: Sequence[NestedKey] | None = None,
-        default_recurrent_mode: Mode = None,
         state: str = "stored",
-        done_key: NestedKey = DONE,
-        traj_key: NestedKey = TRAJ_IDS,
-        **unknown: object,
+        **options: Unpack[MemoryOptions],
     ) -> None:
-        super().__init__()
-        for name in unknown:  # the error names the caller's class
-            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}")
         check_choice("state", state, ("stored", "zero"))
-        check_keys(done_key=done_key, traj_key=traj_key)
-
-        states = self.state_keys
-        read = _key_list("in_key", in_key, in_keys, states)
-        written = _key_list("out_key", out_key, out_keys, [next_key(key) for key in states])
-        if len(read) == 1 + len(states):
-            read.append(IS_INIT)
-        if len(read) != 2 + len(states):
-            raise ValueError(f"in_keys must be [input, {', '.join(states)}] or these and is_init, got {read}")
-        if len(written) != 1 + len(states):
-            raise ValueError(f"out_keys must be [output, next {', next '.join(states)}], got {written}")
-
-        # tensordict annotates its keys as tuples of length one
-        self.in_keys = read  # pyright: ignore[reportAttributeAccessIssue]
-        self.out_keys = written  # pyright: ignore[reportAttributeAccessIssue]
-        self._input_key, *self._state_in, self._init_key = read
-        self._output_key, *self._state_out = written
-
-        self._done_key = done_key
-        self._traj_key = traj_key
-
-        self.default_recurrent_mode = bool(check_mode("default_recurrent_mode", default_recurrent_mode))
+        super().__init__(**options)
         self.state = state
         self._state_shape = state_shape
-
-    @property
-    def weight(self) -> Tensor:
-        """A weight of the module, which determines dtype and device."""
-        raise NotImplementedError
 
     def step(self, rows: Tensor, states: States) -> tuple[Tensor, States]:
         """Compute one step: rows ``[B, input_size]``, states ``[B, *state_shape]`` to outputs and states."""
@@ -164,42 +77,7 @@ class StatefulModule(TensorDictModuleBase):
         with torch.autocast("cpu", enabled=False):
             return compute(rows.to(dtype), tuple(state.to(dtype) for state in states), *more)
 
-    @property
-    def recurrent_mode(self) -> bool:
-        """The mode of the next call: that of ``set_recurrent_mode``, else the module's default."""
-        mode = recurrent_mode()
-        if mode is None:
-            return self.default_recurrent_mode
-        return mode
-
-    @dispatch  # type: ignore[untyped-decorator]  # an untyped class, which makes forward an attribute
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, tensordict: TensorDictBase
-    ) -> TensorDictBase:
-        """Read input and states from the tensordict; write the output and the states after each row.
-
-        Raises:
-            KeyError: an input, a state or (sequential) the is_init marker is missing; recurrent: there is no
-                boundary marker at all.
-            TypeError: is_init is not bool, or an input has another dtype than the weights.
-            ValueError: an input or a state has another shape than the network's sizes ask for; recurrent: a run begins
-                at a row that has not kept its state, or there is no row.
-        """
-        if self.recurrent_mode:
-            compute = self._forward_runs
-        else:
-            compute = self._forward_steps
-        out, after = compute(tensordict)
-
-        tensordict.set(self._output_key, out.reshape(*tensordict.batch_size, out.shape[-1]))
-        for key, state in zip(self._state_out, after, strict=True):
-            tensordict.set(key, state.reshape(*tensordict.batch_size, *self._state_shape))
-        return tensordict
-
-    def takes_columns(self) -> bool:
-        """Return whether the next call makes single steps: see `flatroll.layout.column_actor`."""
-        return not self.recurrent_mode
-
+    @override
     def on_columns(self, columns: Columns) -> None:
         """Do what :meth:`forward` does in sequential mode, with columns ``[E, ...]`` by key."""
         is_init = columns[self._init_key].reshape(-1, 1, 1)
@@ -213,35 +91,37 @@ class StatefulModule(TensorDictModuleBase):
         for key, state in zip(self._state_out, after, strict=True):
             columns[key] = state
 
+    @override
     def make_tensordict_primer(self) -> TensorDictPrimer:
         """Return the initial states of episodes: zeros ``[num_layers, hidden_size]`` for each state key.
 
         Raises:
             RuntimeError: an out key is not ``("next", in_key)``, so the state cannot be carried.
         """
-        for key, out in zip(self._state_in, self._state_out, strict=True):
-            if as_tuple(out) != next_key(key):
-                raise RuntimeError(
-                    "a state must be written under ('next', <its in_key>) to be carried to the next step: "
-                    f"in_key {key!r} needs out_key {next_key(key)!r}, got {out!r}"
-                )
-
+        self._check_carried()
         zeros = self.weight.detach().new_zeros(self._state_shape)
         return TensorDictPrimer(dict.fromkeys(self._state_in, zeros))
 
-    def _forward_steps(self, batch: TensorDictBase) -> tuple[Tensor, States]:
+    @override
+    def _forward_steps(self, batch: TensorDictBase) -> tuple[Tensor, Columns]:
         """Return outputs and states after each row; every row is one step, from zeros at is_init. No host sync."""
         is_init = marker(batch, self._init_key)
         rows = self._input_rows(batch)
         before = [self._state_before(batch, key, is_init) for key in self._state_in]
         states = tuple(state.reshape(-1, *self._state_shape) for state in before)
-        return self.in_weight_precision(self.step, rows, states)
+        out, after = self.in_weight_precision(self.step, rows, states)
+        return out, self._states_after(batch, after)
+
+    def _states_after(self, batch: TensorDictBase, after: States) -> Columns:
+        """Return the states ``[N, ...]`` after each row in the batch's shape, by key."""
+        shape = (*batch.batch_size, *self._state_shape)
+        return {key: state.reshape(shape) for key, state in zip(self._state_out, after, strict=True)}
 
     def _state_before(self, batch: TensorDictBase, key: NestedKey, is_init: Tensor) -> Tensor:
         """Return the state before each row; it replaces the stored one, so that a batch holds the state used."""
         stored = batch.get(key, None)
         if stored is not None:
-            self._check(batch, key, stored, self._state_shape)
+            self._check_state(batch, key, stored)
             state: Tensor = stored.masked_fill(is_init[..., None, None], 0)
         # without a state every row must be a first row; checked only where it needs no host sync
         elif is_init.device.type == "cpu" and not bool(is_init.all()):
@@ -275,18 +155,13 @@ class StatefulModule(TensorDictModuleBase):
                 f"state_stride=1, or start every run from zeros with {type(self).__name__}(..., state='zero')"
             )
 
-    def _forward_runs(self, batch: TensorDictBase) -> tuple[Tensor, States]:
+    @override
+    def _forward_runs(self, batch: TensorDictBase) -> tuple[Tensor, Columns]:
         """Outputs and states; the rows are runs of consecutive steps, each from the state stored at its first row."""
-        starts = run_starts(
-            batch, is_init_key=self._init_key, done_key=self._done_key, traj_key=self._traj_key
-        )
-        if not starts.numel():
-            raise ValueError(f"batch must have at least one row, got batch size {list(batch.batch_size)}")
-
+        starts = self._run_starts(batch)
         rows = self._input_rows(batch)
         self._refuse_thinned_states(batch, starts)
-        if starts.is_cpu and not is_tracing():  # on a device the values are not ready yet
-            self._check_order(batch, starts)
+        self._check_order(batch, starts)
 
         stored = tuple(
             self._stored_state(batch, key).reshape(-1, *self._state_shape) for key in self._state_in
@@ -300,27 +175,8 @@ class StatefulModule(TensorDictModuleBase):
             )
 
         over_runs = partial(self.in_weight_precision, self.over_runs)
-        return run_with_burn_in(over_runs, rows, stored, starts.flatten(), burn_in)
-
-    def _check_order(self, batch: TensorDictBase, starts: Tensor) -> None:
-        """Check that rows of runs on the host follow one another, in the first calls and in every 16th."""
-        self._calls += 1
-        if self._calls > _FIRST_CALLS and self._calls % _EVERY:
-            return
-
-        entry = batch.get(OBSERVATION, None)
-        observed: list[NestedKey] = [OBSERVATION]
-        if isinstance(entry, TensorDictBase):
-            observed = [(OBSERVATION, *as_tuple(key)) for key in entry.keys(True, True)]
-        elif entry is None:
-            observed = [self._input_key]
-        check_runs_in_order(batch, starts, observed, _WAY_OUT)
-
-    def _input_rows(self, batch: TensorDictBase) -> Tensor:
-        """The input as ``[N, input_size]``."""
-        value = require(batch, self._input_key)
-        self._check(batch, self._input_key, value, (self.input_size,))
-        return value.reshape(-1, self.input_size)
+        out, after = run_with_burn_in(over_runs, rows, stored, starts.flatten(), burn_in)
+        return out, self._states_after(batch, after)
 
     def _stored_state(self, batch: TensorDictBase, key: NestedKey) -> Tensor:
         if self.state == "zero":
@@ -333,33 +189,13 @@ class StatefulModule(TensorDictModuleBase):
                 f"primer (Collector calls make_tensordict_primer() automatically), or start every run from zeros "
                 f"with {type(self).__name__}(..., state='zero')"
             )
-        self._check(batch, key, stored, self._state_shape)
+        self._check_state(batch, key, stored)
         return cast(Tensor, stored)
 
-    def _check(self, batch: TensorDictBase, key: NestedKey, value: Tensor, tail: tuple[int, ...]) -> None:
-        """Refuse a column that is not ``[*B, *tail]`` in the dtype of the weights."""
-        expected = (*batch.batch_size, *tail)
-        if value.shape != expected:
-            meaning = "num_layers x hidden_size = {} x {}"
-            if len(tail) == 1:
-                meaning = "input_size={}"
-            shown = f"{expected} ({meaning.format(*tail)})"
-            raise ValueError(f"batch[{key!r}] must have shape {shown}, got {tuple(value.shape)}")
-
-        if value.device != self.weight.device:
-            raise ValueError(
-                f"batch[{key!r}] is on {value.device}, the weights are on {self.weight.device}: move one of them with "
-                ".to(...)"
-            )
-
-        dtype = self.weight.dtype
-        if value.dtype != dtype and not torch.is_autocast_enabled(value.device.type):
-            or_module = ""
-            if value.is_floating_point():
-                or_module = f", or the module (module.to({value.dtype}))"
-            raise TypeError(
-                f"batch[{key!r}] must be {dtype} like the weights, got {value.dtype}: cast it{or_module}"
-            )
+    def _check_state(self, batch: TensorDictBase, key: NestedKey, state: Tensor) -> None:
+        """Refuse a state that is not ``[*B, *state_shape]`` in the dtype of the weights."""
+        layers, size = self._state_shape
+        self._check(batch, key, state, self._state_shape, f"num_layers x hidden_size = {layers} x {size}")
 
 
 #: Maps rows ``[N, in]``, states ``[N, *state]`` (read at first rows) and a bool ``[N]`` that marks first

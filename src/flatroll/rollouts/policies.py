@@ -16,7 +16,7 @@ from tensordict.nn import InteractionType
 from torch import Tensor, nn
 
 from flatroll.layout.column_actor import ColumnActor
-from flatroll.layout.keys import ACTION, IS_INIT, NestedKey, as_tuple, next_key, plain_key
+from flatroll.layout.keys import ACTION, IS_INIT, NestedKey, as_tuple, is_hidden, next_key, plain_key
 from flatroll.layout.tensordict_seam import (
     call_policy,
     exchange_interaction_type,
@@ -123,7 +123,8 @@ class ModulePolicy:
     It receives the observation, the markers, the chosen info entries and its recurrent states. Its ``out_keys``
     besides the action become columns of the batch, including log-probabilities next to the parts of an action
     (``("action", "arm_log_prob")``). Names that begin with ``_`` and the ``recomputed_keys`` of its submodules, such
-    as a `RunningNorm`, are left out.
+    as a `RunningNorm`, are left out. States with such names are carried from step to step without being columns; the
+    module itself resets them where ``is_init`` is set.
 
     Raises:
         ValueError: the module declares a state but does not write its ``("next", key)``.
@@ -155,12 +156,15 @@ class ModulePolicy:
         scores = [(*leaf[:-1], f"{leaf[-1]}_log_prob") for leaf in leaves if len(leaf) > 1]
         self._beside = [key for key in (*map(as_tuple, self.writes), *scores) if key[0] == ACTION]
 
-        #: The initial values of its recurrent states, for one row.
+        #: The initial values of its recurrent states, for one row; and of those that are carried but no columns.
         self.defaults: Columns = {}
+        self.carried: Columns = {}
+        declared = {}
         if recurrent:
-            self.defaults = {key: value.to(devices.env) for key, value in recurrent_states(policy).items()}
-        written = set(map(as_tuple, self.writes))
-        for key in self.defaults:
+            declared = recurrent_states(policy)
+        written = set(map(as_tuple, policy.out_keys))
+        for key, value in declared.items():
+            self._prime_one(key, value)
             if next_key(key) not in written:
                 raise ValueError(
                     f"the policy has the recurrent state {key!r} but not {next_key(key)!r} in its out_keys "
@@ -175,13 +179,25 @@ class ModulePolicy:
 
     def prime(self, states: Mapping[NestedKey, Tensor]) -> None:
         """Also carry these states, if the policy writes them under ``"next"`` and did not declare them."""
-        written = set(map(as_tuple, self.writes))
+        written = set(map(as_tuple, self._policy.out_keys))
         for key, value in states.items():
             if next_key(key) in written:
-                self.defaults.setdefault(key, value.to(self._devices.env))
+                self._prime_one(key, value)
 
-    def __call__(self, columns: Columns) -> tuple[Any, Columns]:
-        """Return the action and the other columns; recurrent states in these are the ones before the step."""
+    def _prime_one(self, key: NestedKey, value: Tensor) -> None:
+        """Carry a state from this initial value, unless it is carried already."""
+        if is_hidden(key):
+            # It stays where the module runs.
+            place = self._devices.policy or self._devices.env
+            self.carried.setdefault(key, value.to(place))
+        else:
+            self.defaults.setdefault(key, value.to(self._devices.env))
+
+    def __call__(self, columns: Columns) -> tuple[Any, Columns, Columns]:
+        """Return the action, the other columns, and what is carried to the next step by key.
+
+        Recurrent states among the columns are the ones before the step.
+        """
         actor = self._on_columns
         if actor is None:
             return self._call_as_it_is(columns)
@@ -202,9 +218,9 @@ class ModulePolicy:
         written = {key: made[key] for key in self._written}
         for key in self.defaults:
             written[key] = made[key]
-        return made[ACTION], written
+        return made[ACTION], written, {key: made[next_key(key)] for key in self.carried}
 
-    def _call_as_it_is(self, columns: Columns) -> tuple[Any, Columns]:
+    def _call_as_it_is(self, columns: Columns) -> tuple[Any, Columns, Columns]:
         """Do the same with a tensordict; the first call looks for the parts of the policy and for what it writes."""
         if self._devices.policy is not None:
             # The columns change only after this call, which waits for the action if it is on a device.
@@ -247,7 +263,7 @@ class ModulePolicy:
                 parts = action
             action = _tuples(self._space, parts.to_dict())
 
-        return action, written
+        return action, written, {key: out[next_key(key)] for key in self.carried}
 
     def _bring_home(
         self, action: Tensor | TensorDictBase, written: Columns

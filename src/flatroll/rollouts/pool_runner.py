@@ -51,6 +51,7 @@ class PoolRunner:
         self.random = RandomActions(part.random.space, self.num_envs, self.device, options.seed)
         part.draw = self._draw
         self._states: Columns = {}  # [E, ...]; the runner holds those of the rows that it steps
+        self._carried: Columns = {}  # likewise
         self._ages = np.zeros(self.num_envs, np.int64)
         self._ahead: list[Any] = []  # random actions [E, ...] that some envs have not used yet
         self._taken = np.zeros(self.num_envs, np.int64)  # number of them used by each env
@@ -74,18 +75,21 @@ class PoolRunner:
         """Act for the envs whose rows arrived last, and wait for B rows."""
         part = self._part
         ids = self._rows.ids
-        for key, state in part.states.items():
-            # Envs without a state begin an episode and use the initial values.
-            if key in self._states:
-                part.states[key] = self._states[key][torch.from_numpy(ids)]
-            else:
-                self._states[key] = state.new_zeros(self.num_envs, *state.shape[1:])
+        for own, whole in ((part.states, self._states), (part.carried, self._carried)):
+            for key, state in own.items():
+                # Envs without a state begin an episode and use the initial values.
+                if key in whole:
+                    own[key] = whole[key][torch.from_numpy(ids)]
+                else:
+                    whole[key] = state.new_zeros(self.num_envs, *state.shape[1:])
 
         part.age = self._ages[ids]
         part.step(random)
         stepped = self._rows.stepped  # differs from `ids` if the env had to be reset first
-        for key, state in part.states.items():
-            self._states[key][torch.from_numpy(stepped)] = state
+        for own, whole in ((part.states, self._states), (part.carried, self._carried)):
+            for key, state in own.items():
+                whole[key] = _with_shape(whole[key], state.shape[1:])
+                whole[key][torch.from_numpy(stepped)] = state
         self._ages[stepped] = part.age
 
     def lay_out(self, mask: Array, compact: bool) -> tuple[TensorDict, TensorDict | None]:
@@ -120,6 +124,15 @@ class PoolRunner:
         taken -= done
 
         return drawn
+
+
+def _with_shape(whole: Tensor, shape: torch.Size) -> Tensor:
+    """Return values ``[E, ...]`` as rows of this shape: themselves, or in the first places of zeros if it has grown."""
+    if whole.shape[1:] == shape:
+        return whole
+    grown = whole.new_zeros(len(whole), *shape)
+    grown[tuple(map(slice, whole.shape))] = whole
+    return grown
 
 
 def make_runner(

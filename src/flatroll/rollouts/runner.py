@@ -144,12 +144,14 @@ class Runner:
         #: The recurrent states ``[E, ...]`` that the next step starts from.
         self.states: Columns = {}
         self._defaults: Columns = {}
+        #: What the policy carries to the next step besides, ``[E, ...]``: no columns, and reset by the policy.
+        self.carried: Columns = {}
         # The masks in the policy's input: key -> number of options of each choice of its part of the action space.
         self._masks: dict[NestedKey, tuple[int, ...]] = {}
         if is_module(policy):
             self._module = _make_module(policy, facts, options)
             self._masks = _find_masks(policy, facts)
-            self._carry(self._module.defaults)
+            self._carry(self._module.defaults, self._module.carried)
         elif policy is not None:
             self._function = as_function_of_obs(policy, space, options.devices)
         self._draws = policy is None
@@ -225,23 +227,26 @@ class Runner:
         if module is None:
             return
 
-        before = set(module.defaults)
         module.prime(states)
-        fresh = {key: value for key, value in module.defaults.items() if key not in before}
-        if fresh and self.started:
+        fresh = {key: value for key, value in module.defaults.items() if key not in self.states}
+        hidden = {key: value for key, value in module.carried.items() if key not in self.carried}
+        if (fresh or hidden) and self.started:
             raise RuntimeError(
-                f"the recurrent states {sorted(fresh, key=repr)} are new, and rows were collected without them: "
-                "set them before the first batch"
+                f"the recurrent states {sorted(fresh | hidden, key=repr)} are new, and rows were collected without "
+                "them: set them before the first batch"
             )
-        self._carry(fresh)
+        self._carry(fresh, hidden)
 
-    def _carry(self, defaults: Columns) -> None:
-        """Carry these states from step to step from now on."""
+    def _carry(self, defaults: Columns, hidden: Columns) -> None:
+        """Carry these states from step to step from now on; hidden ones are no columns."""
         self.keys.claim("the policy's recurrent state", *defaults)
         self.keys.states += defaults
         for key, value in defaults.items():
             # One row per env: [*S] -> [E, *S].
             self.states[key] = self._defaults[key] = value.expand(self.num_envs, *value.shape).contiguous()
+        for key, value in hidden.items():
+            # A copy, because the policy may write in place.
+            self.carried[key] = value.repeat(self.num_envs, *[1] * value.ndim)
 
     def reset(self, seed: int | None = None) -> None:
         """Reset the env; open trajectories are cut.
@@ -455,7 +460,8 @@ class Runner:
                 check_options(ACTION_MASK, columns[key].flatten(1), each="env")
 
         columns.update(self.states)
-        action, written = act_in_turn(module, self._exploration, columns)
+        columns.update(self.carried)
+        action, written, self.carried = act_in_turn(module, self._exploration, columns)
         self.window.put(list(written), list(written.values()))
 
         # The next step starts from the states under ("next", state).

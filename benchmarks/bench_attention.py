@@ -1,0 +1,211 @@
+"""Benchmarks TransformerModule on flat rows beside padding and a masked window; how its cost grows; a single step.
+
+``python -m flatroll bench attention``
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
+
+from benchmarks.measure.resident import resident_peak
+from benchmarks.measure.timing import ratio, table, take_turns
+from flatroll.layout.boundaries import steps_into_run
+from flatroll.modules import GRUModule, TransformerModule, set_recurrent_mode
+
+ROWS, WIDTH, HEADS, LAYERS = 4096, 128, 4, 2
+KEYS: dict[str, Any] = {"in_key": "observation", "out_key": "features"}
+#: Share of rows that begin an episode, and steps of a window.
+SETTINGS = ((0.1, 64), (0.02, 64), (0.02, 256), (0.003, 256), (0.003, 1024))
+
+Run: TypeAlias = Callable[[], object]
+
+
+class Padded:
+    """Attention over ``[B, T]`` rows, flat in memory, by one call: causal, or with a mask."""
+
+    def __init__(self, shape: tuple[int, int], mask: Tensor | None) -> None:
+        self.shape = shape
+        self.mask = mask
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+        """See `flatroll.modules.backends.attention.Attention`."""
+        query, key, value = (
+            rows.view(*self.shape, *rows.shape[1:]).transpose(1, 2) for rows in (query, key, value)
+        )
+        causal = self.mask is None
+        out = scaled_dot_product_attention(query, key, value, attn_mask=self.mask, is_causal=causal)
+        return out.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def starts_of(rate: float, steps: int, rows: int = ROWS) -> Tensor:
+    """Return the first rows of runs: resets at random, and windows of ``steps`` rows."""
+    starts = torch.rand(rows, generator=torch.Generator().manual_seed(0)) < rate
+    starts[::steps] = True
+    return starts
+
+
+def module_of(**options: Any) -> TransformerModule:
+    """Create the module of all tables."""
+    torch.manual_seed(0)
+    return TransformerModule(WIDTH, WIDTH, LAYERS, HEADS, **KEYS, **options)
+
+
+def flat(module: Any, rows: Tensor, starts: Tensor) -> Run:
+    """Return a forward and backward pass over flat rows."""
+    batch = TensorDict({"observation": rows, "is_init": starts.unsqueeze(-1)}, [len(rows)])
+
+    def run() -> Tensor:
+        module.zero_grad(set_to_none=True)
+        with set_recurrent_mode("recurrent"):
+            out: Tensor = module(batch.copy())["features"]
+        return learned(out)
+
+    return run
+
+
+def learned(out: Tensor) -> Tensor:
+    """Make the backward pass; return the outputs."""
+    loss: Any = out.square().mean()
+    loss.backward()
+    return out
+
+
+def windowed(module: TransformerModule, rows: Tensor, starts: Tensor, steps: int) -> Run:
+    """Return the same pass over windows ``[B, T]``, with a mask of the rows of one run."""
+
+    def run() -> Tensor:
+        module.zero_grad(set_to_none=True)
+        run_of = starts.cumsum(0).view(-1, steps)
+        mask = (run_of[:, :, None] == run_of[:, None]).tril_().unsqueeze(1)
+        network = module.network
+        return learned(network(rows, steps_into_run(starts), Padded((len(run_of), steps), mask)))
+
+    return run
+
+
+def padded(module: TransformerModule, rows: Tensor, starts: Tensor) -> Run:
+    """Return the same pass over runs padded to the longest one."""
+
+    def run() -> Tensor:
+        module.zero_grad(set_to_none=True)
+        position = steps_into_run(starts)
+        lengths = starts.nonzero().squeeze(1).diff(append=torch.tensor([len(rows)]))
+        wide = pad_sequence([*torch.split(rows, lengths.tolist())], batch_first=True)
+        shape = (wide.shape[0], wide.shape[1])
+        places = torch.arange(shape[1]).repeat(shape[0])
+        padded = module.network(wide.flatten(0, 1), places, Padded(shape, None))
+        return learned(padded.index_select(0, (starts.cumsum(0) - 1) * shape[1] + position))
+
+    return run
+
+
+def by_setting() -> str:
+    """Time and peak memory of the three forms, which give the same outputs."""
+    table_rows = []
+    module = module_of()
+    rows = torch.randn(ROWS, WIDTH)
+    for rate, steps in SETTINGS:
+        starts = starts_of(rate, steps)
+        runs: dict[str, Run] = {
+            "flat": flat(module, rows, starts),
+            "window": windowed(module, rows, starts, steps),
+            "padded": padded(module, rows, starts),
+        }
+        expected: Any = runs["flat"]()
+        for name in ("window", "padded"):
+            other: Any = runs[name]()
+            torch.testing.assert_close(other, expected, atol=1e-4, rtol=0)
+
+        result = take_turns(runs, turns=5, clock=time.thread_time)
+        longest = int(steps_into_run(starts).max()) + 1
+        milliseconds = [f"{min(result[name].turns) * 1e3:.0f}" for name in runs]
+        shares = [f"{ratio(result['flat'], result[name]):.2f} x" for name in ("window", "padded")]
+        peaks = [f"{resident_peak(run):.0f}" for run in runs.values()]
+        shape = [f"{rate:.1%}", f"{steps:,}", f"{int(starts.sum())}", f"{longest:,}"]
+        table_rows.append([*shape, *milliseconds, *shares, *peaks])
+
+    header = ["resets", "T", "runs", "longest", "flat, ms", "window, ms", "padded, ms"]
+    return table(
+        [*header, "flat / window", "flat / padded", "flat, MB", "window, MB", "padded, MB"], table_rows
+    )
+
+
+def by_rows() -> str:
+    """Time a pass over more and more rows, in runs of 1,024 rows at most."""
+    table_rows = []
+    for count in (4096, 8192, 16384, 32768, 65536):
+        rows = torch.randn(count, WIDTH)
+        starts = starts_of(0.003, 1024, count)
+        runs = {name: flat(module_of(context=context), rows, starts) for name, context in CONTEXTS.items()}
+        result = take_turns(runs, turns=2, clock=time.thread_time)
+        micros = [f"{min(timing.turns) / count * 1e6:.1f}" for timing in result.values()]
+        table_rows.append([f"{count:,}", *micros])
+    return table(["rows", *(f"{name}, µs a row" for name in CONTEXTS)], table_rows)
+
+
+CONTEXTS: dict[str, int | None] = {
+    "context=None": None,
+    "context=256": 256,
+    "context=64": 64,
+    "context=16": 16,
+}
+
+
+def by_length() -> str:
+    """Time a pass over 16,384 rows in runs of one length: what a limited context saves."""
+    table_rows = []
+    rows = torch.randn(16_384, WIDTH)
+    for length in (64, 256, 1024, 4096, 16_384):
+        starts = torch.arange(len(rows)) % length == 0
+        runs = {name: flat(module_of(context=context), rows, starts) for name, context in CONTEXTS.items()}
+        result = take_turns(runs, turns=2, clock=time.thread_time)
+        table_rows.append([f"{length:,}", *(f"{min(timing.turns) * 1e3:.0f}" for timing in result.values())])
+    return table(["length", *(f"{name}, ms" for name in CONTEXTS)], table_rows)
+
+
+def step_of(module: Any, columns: dict[Any, Tensor]) -> Run:
+    """Return a function that makes one step from these columns."""
+    return lambda: module.on_columns(dict(columns))
+
+
+def single_step() -> str:
+    """Time one vector step of a rollout beside a GRU's, in µs."""
+    table_rows = []
+    for envs in (16, 64, 1024):
+        inputs = {"observation": torch.randn(envs, WIDTH), "is_init": torch.rand(envs, 1) < 0.02}
+        runs: dict[str, Run] = {}
+        modules: dict[str, Any] = {"GRU": GRUModule(WIDTH, WIDTH, **KEYS)}
+        for layers in (1, 2):
+            modules[f"{layers} layers"] = TransformerModule(WIDTH, WIDTH, layers, HEADS, context=64, **KEYS)
+        for name, module in modules.items():
+            runs[name] = step_of(module, {**inputs, **dict(module.make_tensordict_primer().expand(envs))})
+        with torch.no_grad():
+            result = take_turns(runs, turns=9, calls=30, clock=time.thread_time)
+        micros = [f"{min(timing.turns) * 1e6:.0f}" for timing in result.values()]
+        table_rows.append([f"{envs:,}", *micros])
+    return table(["envs", "GRU, µs", "1 layer, context=64, µs", "2 layers, context=64, µs"], table_rows)
+
+
+def main() -> None:
+    """Print the tables."""
+    torch.set_num_threads(1)  # on a busy machine a second thread that waits is timed, not the work
+    print(
+        f"{LAYERS} layers of width {WIDTH}, {HEADS} heads, {ROWS:,} rows, forward and backward, thread time\n"
+    )
+    print(by_setting())
+    print("\nRuns of 1,024 rows at most (0.3 % resets), forward and backward\n")
+    print(by_rows())
+    print("\n16,384 rows in runs of one length, forward and backward\n")
+    print(by_length())
+    print("\nOne step of a rollout\n")
+    print(single_step())
+
+
+if __name__ == "__main__":
+    main()
