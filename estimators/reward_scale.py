@@ -181,7 +181,7 @@ class RewardScale(TensorDictModuleBase):
             return
 
         rows, mask = self._read(batch)
-        count = len(rows.reward)
+        count = rows.reward.numel()
         # On a device no shape may depend on values: rows and trajectories are marked instead of left out.
         home = rows.reward.device
         leaves_out = home.type == "cpu" or self.open_ids.device != home

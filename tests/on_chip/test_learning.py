@@ -28,6 +28,7 @@ from flatroll.estimators import (
     SACLoss,
     SoftUpdate,
     critic_ensemble,
+    reward_scale,
     target_copy,
     update_step,
 )
@@ -100,6 +101,21 @@ def _(d: str) -> Any:
     run = run_starts(batch).cumsum(0)
     batch["group"] = run % 3
     return [GroupAdvantage(std=std, leave_one_out=std)(batch.clone())["advantage"] for std in (False, True)]
+
+
+@CASES.add("RewardScale of rows [B, T]", drives="RewardScale", close=True)
+def _(d: str) -> Any:
+    """As many trajectories stay open as the batch has rows, not as its first dim has."""
+    rewards = torch.arange(12.0, device=d).view(4, 3)
+    ids = torch.arange(12, device=d).view(4, 3)
+    done = torch.zeros(4, 3, dtype=torch.bool, device=d)
+    batch = TensorDict({"next": {"reward": rewards, "done": done}, "collector": {"traj_ids": ids}}, [4, 3])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reward_scale, "_PLACES", 2)
+        scale = RewardScale(gamma=0.5).to(d)
+        scale.update(batch)
+        scale.update(batch)
+    return [scale.statistics.var, scale.open_ids.sort().values, scale.open_returns.sort().values]
 
 
 @CASES.add("GAE of compact and hidden rows", drives="GAE RewardScale", close=True)
