@@ -44,6 +44,7 @@ from flatroll.modules import (
     LSTMModule,
     MinGRUModule,
     TensorDictPrimer,
+    TransformerModule,
     actor,
     critic,
     q_network,
@@ -269,6 +270,40 @@ def add_recurrent() -> None:
 
 
 add_recurrent()
+
+
+def add_transformers() -> None:
+    """Cases of whole runs, and of steps with a cache."""
+    for context, position in ((None, "rotary"), (4, "rotary"), (4, "learned")):
+        for burn_in in (0, 2):
+
+            @CASES.add(
+                f"TransformerModule, {context}, {position}, {burn_in}", drives="TransformerModule", close=True
+            )
+            def _(d: str, context: Any = context, position: Any = position, burn_in: int = burn_in) -> Any:
+                net = TransformerModule(
+                    6, 8, 2, context=context, position=position, in_key="observation", out_key="features"
+                )
+                starts = torch.rand(60, 1) < 0.15
+                starts[0] = True
+                batch = TensorDict({"observation": torch.randn(60, 6), "is_init": starts}, [60]).to(d)
+                net.to(d)
+                with set_recurrent_mode(True, burn_in=burn_in):
+                    features = net(batch)["features"]
+                features.square().mean().backward()
+
+                step = net.make_tensordict_primer().expand(1, device=d)
+                steps = []
+                with torch.no_grad():
+                    for row in batch.split(1):
+                        step = net(step.update(row))
+                        steps.append(step["features"])
+                        for key in ("_cache", "_cache_steps"):
+                            step[key] = step["next", key]
+                return features, [parameter.grad for parameter in net.parameters()], torch.cat(steps)
+
+
+add_transformers()
 
 
 @CASES.add("BurnIn", drives="BurnIn")
