@@ -60,6 +60,7 @@ from flatroll.layout.spaces import (
     space_leaves,
     widest_space,
 )
+from flatroll.modules.delta_net import DeltaNetModule
 from flatroll.modules.distributions import (
     CombinedCategorical,
     Gaussian,
@@ -67,14 +68,29 @@ from flatroll.modules.distributions import (
     JointCategorical,
     SquashedGaussian,
 )
-from flatroll.modules.recurrent import GRUModule, LSTMModule
+from flatroll.modules.forgetful import FFMModule
+from flatroll.modules.linear import MinGRUModule
+from flatroll.modules.lru import LRUModule
+from flatroll.modules.recurrent import GRUModule, LSTMModule, RecurrentModule
 from flatroll.modules.running_norm import RunningNorm
+from flatroll.modules.selective import S6Module
 
 #: An env; only its spaces are read.
 SpacedEnv: TypeAlias = Any
 N = TypeVar("N", bound=nn.Module)
-Recurrent: TypeAlias = Literal["gru", "lstm"]
+Recurrent: TypeAlias = Literal["gru", "lstm", "mingru", "lru", "s6", "ffm", "deltanet"]
 Cnn: TypeAlias = Literal["small", "impala"]
+
+#: The memories, by the value of ``recurrent``; each is made of the sizes of its input and output, and of keys.
+MEMORIES: dict[str, Any] = {
+    "gru": GRUModule,
+    "lstm": LSTMModule,
+    "mingru": MinGRUModule,
+    "lru": LRUModule,
+    "s6": S6Module,
+    "ffm": FFMModule,
+    "deltanet": DeltaNetModule,
+}
 
 #: Minimum side of an image for the three strided layers of the small CNN.
 _LEAST_SIDE = 36
@@ -122,8 +138,9 @@ def actor(
         activation: between the layers. Default ``nn.Tanh``.
         cnn: the network for images: ``"small"``, three layers with strides 4, 2, 1 (two of 3 x 3 for sides below 36),
             or ``"impala"``, fifteen layers in residual blocks.
-        recurrent: ``"gru"`` or ``"lstm"``: the last layer is a `GRUModule` or `LSTMModule`, whose state collectors
-            carry. Default None: no memory.
+        recurrent: the last layer is a memory, whose state collectors carry: ``"gru"`` (`GRUModule`), ``"lstm"``
+            (`LSTMModule`), ``"mingru"`` (`MinGRUModule`), ``"lru"`` (`LRUModule`), ``"s6"`` (`S6Module`), ``"ffm"``
+            (`FFMModule`) or ``"deltanet"`` (`DeltaNetModule`). Default None: no memory.
         std: the standard deviation of a Box's numbers: ``"independent"`` of the observation, one parameter for each
             number, or a second output of the network, ``"dependent"``.
         squash: squash the numbers of a Box by tanh into its bounds. Default None: where all bounds are finite.
@@ -797,7 +814,7 @@ def _make_trunk(
     """
     check_flags(norm=norm)
     check_choice("cnn", cnn, ("small", "impala"))
-    check_choice("recurrent", recurrent, (None, "gru", "lstm"))
+    check_choice("recurrent", recurrent, (None, *MEMORIES))
     widths = [check_whole_number("hidden", size) for size in check_sizes("hidden", hidden)]
     if recurrent is not None and not widths:
         raise ValueError(
@@ -840,7 +857,7 @@ def _make_trunk(
     size = widths.pop()
     body = Encoder(seen, widths, activation, cnn)
     embedding = f"{prefix}_embedding"
-    kind: Any = GRUModule if recurrent == "gru" else LSTMModule
+    kind = MEMORIES[recurrent]
     names = list(kind.state_keys)
     begins = "stored"
     if state is not None:
@@ -854,7 +871,8 @@ def _make_trunk(
         out_keys=[features, *map(next_key, names)],
         state=begins,
     )
-    _orthogonal(memory.net, 1.0)
+    if isinstance(memory, RecurrentModule):
+        _orthogonal(memory.net, 1.0)
     return _Trunk([*parts, TensorDictModule(body, keys, [embedding]), memory], features, size)
 
 

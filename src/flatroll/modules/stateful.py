@@ -87,6 +87,8 @@ class StatefulModule(TensorDictModuleBase):
     """
 
     state_keys: ClassVar[tuple[str, ...]] = ("recurrent_state",)
+    #: What the two sizes of a state are, for errors.
+    state_meaning: ClassVar[str] = "num_layers x hidden_size"
     #: Whether autocast on the CPU would cover only a part of the network. If so, it is turned off for the network.
     autocast_in_part: ClassVar[bool] = False
     input_size: int
@@ -340,7 +342,7 @@ class StatefulModule(TensorDictModuleBase):
         """Refuse a column that is not ``[*B, *tail]`` in the dtype of the weights."""
         expected = (*batch.batch_size, *tail)
         if value.shape != expected:
-            meaning = "num_layers x hidden_size = {} x {}"
+            meaning = self.state_meaning + " = {} x {}"
             if len(tail) == 1:
                 meaning = "input_size={}"
             shown = f"{expected} ({meaning.format(*tail)})"
