@@ -551,12 +551,20 @@ def _readable_arrays(
 
 
 @functools.cache
-def machine_code(loop: Callable[..., None]) -> Callable[..., None]:
-    """Compile a loop of this file with Numba, which is imported at the first call."""
+def machine_code(loop: Callable[..., None], *, sums_in_any_order: bool = False) -> Callable[..., None]:
+    """Compile a loop of this file with Numba, which is imported at the first call.
+
+    Args:
+        loop: the function.
+        sums_in_any_order: whether terms of a sum may be added in another order, by vector instructions.
+    """
     from flatroll.kernels.compiled import compiled
 
     # "contract" lets a * y + b round once (one FMA) and allows no other optimisation: NaN and inf stay exact.
-    code: Callable[..., None] = compiled(fastmath={"contract"})(loop)
+    allowed = {"contract"}
+    if sums_in_any_order:
+        allowed.add("reassoc")
+    code: Callable[..., None] = compiled(fastmath=allowed)(loop)
     return code
 
 

@@ -62,6 +62,12 @@ class LinearRecurrence(StatefulModule):
         """Return a layer's output ``[N, H]``, the next layer's input, as a new tensor; ``states`` are ``[N, *S]``."""
         raise NotImplementedError
 
+    def run_layer(self, layer: int, rows: Tensor, first: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a layer's output ``[N, H]`` and states ``[N, *S]`` over whole runs, of what :meth:`enter` returns."""
+        a, b = self.terms(layer, rows)
+        now = linear_recurrence(a, b, first, starts)
+        return self.output(layer, rows, now), now
+
     @override
     def step(self, rows: Tensor, states: States) -> tuple[Tensor, States]:
         after: list[Tensor] = []
@@ -70,7 +76,7 @@ class LinearRecurrence(StatefulModule):
             a, b = self.terms(layer, rows)
             now = a * self._numbers(states[0][:, layer]) + b
             after.append(self._column(now))
-            rows = self._next_layer_rows(layer, rows, now)
+            rows = self._drop_out(layer, self.output(layer, rows, now))
         return rows, (_stacked(after),)
 
     @override
@@ -80,10 +86,9 @@ class LinearRecurrence(StatefulModule):
         after: list[Tensor] = []
         for layer in range(self.num_layers):
             rows = self.enter(layer, rows)
-            a, b = self.terms(layer, rows)
-            now = linear_recurrence(a, b, self._numbers(stored[0][:, layer]), starts)
+            out, now = self.run_layer(layer, rows, self._numbers(stored[0][:, layer]), starts)
             after.append(self._column(now))
-            rows = self._next_layer_rows(layer, rows, now)
+            rows = self._drop_out(layer, out)
         return rows, (_stacked(after),)
 
     def _numbers(self, column: Tensor) -> Tensor:
@@ -99,8 +104,8 @@ class LinearRecurrence(StatefulModule):
             states = torch.view_as_real(states)
         return states.flatten(1)
 
-    def _next_layer_rows(self, layer: int, rows: Tensor, states: Tensor) -> Tensor:
-        out = self.output(layer, rows, states)
+    def _drop_out(self, layer: int, out: Tensor) -> Tensor:
+        """The next layer's input of a layer's output."""
         return nn.functional.dropout(out, self.dropout, self.training and layer + 1 < self.num_layers)
 
 

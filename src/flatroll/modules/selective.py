@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
+from flatroll.kernels.recurrence import selective_recurrence
 from flatroll.layout.checks import check_whole_number
 from flatroll.modules.linear import LinearRecurrence
 from flatroll.modules.networks import check_sizes
@@ -95,14 +96,28 @@ class S6Module(LinearRecurrence):
 
     @override
     def terms(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        x, _, step, write, _ = rows.split(self._parts, -1)
-        step = F.softplus(step + self.step_bias[layer])
-        # in place, as these are the largest tensors of the pass
-        factor = (step.unsqueeze(1) * -self.log_rates[layer].exp()).exp_()
-        return factor, (step * F.silu(x)).unsqueeze(1) * write.unsqueeze(2)
+        step, u, write, _ = self._read(layer, rows)
+        factor = (-step.unsqueeze(1) * self.log_rates[layer].exp()).exp()
+        return factor, (step * u).unsqueeze(1) * write.unsqueeze(2)
 
     @override
     def output(self, layer: int, rows: Tensor, states: Tensor) -> Tensor:
-        x, gate, _, _, read = rows.split(self._parts, -1)
+        _, u, _, read = self._read(layer, rows)
         seen = torch.bmm(read.unsqueeze(1).to(states.dtype), states).squeeze(1)
-        return cast(Tensor, self.outputs[layer]((seen + self.skips[layer] * F.silu(x)) * F.silu(gate)))
+        return self._leave(layer, rows, seen, u)
+
+    @override
+    def run_layer(self, layer: int, rows: Tensor, first: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+        step, u, write, read = self._read(layer, rows)
+        rates = self.log_rates[layer].exp()
+        seen, states = selective_recurrence(step, step * u, write, read, rates, first, starts)
+        return self._leave(layer, rows, seen, u), states
+
+    def _read(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Step sizes and numbers to write ``[N, H]``, and how to write and to read them ``[N, n]``."""
+        x, _, step, write, read = rows.split(self._parts, -1)
+        return F.softplus(step + self.step_bias[layer]), F.silu(x), write, read
+
+    def _leave(self, layer: int, rows: Tensor, seen: Tensor, u: Tensor) -> Tensor:
+        gate = rows.split(self._parts, -1)[1]
+        return cast(Tensor, self.outputs[layer]((seen + self.skips[layer] * u) * F.silu(gate)))
