@@ -4,6 +4,7 @@ from flatroll.modules.backends.choice import register_by_row
 from flatroll.modules.backends.on_triton.scan import on_device
 from flatroll.modules.burn_in import BurnIn
 from flatroll.modules.by_space import ActionMask, EpsilonGreedy, actor, critic, q_network, set_epsilon
+from flatroll.modules.check_memory import check_memory
 from flatroll.modules.delta_net import DeltaNetModule
 from flatroll.modules.distributions import (
     CombinedCategorical,
@@ -49,6 +50,7 @@ __all__ = [
     "SquashedGaussian",
     "TensorDictPrimer",
     "actor",
+    "check_memory",
     "critic",
     "q_network",
     "recurrent_mode",
