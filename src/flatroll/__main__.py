@@ -330,6 +330,7 @@ def use_memories() -> None:
         modules.LinearRecurrentModule,
         modules.LRUModule,
         modules.S6Module,
+        modules.DeltaNetModule,
     ]
     for kind in kinds:
         memory = kind(3, 4, in_key="observation", out_key="features", state="zero")

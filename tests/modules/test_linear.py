@@ -84,7 +84,8 @@ def test_runs_equal_stepping(kind, layers, dtype, starts):
     with set_recurrent_mode("recurrent"):
         module(batch)
     found = (batch["features"], exact(module, batch, batch["next", "recurrent_state"]))
-    close = {"atol": 20 * TOLERANCE[dtype], "rtol": 20 * TOLERANCE[dtype]}
+    times = 100 if kind is DeltaNetModule else 10  # its vectors are scaled to length 1
+    close = {"atol": times * TOLERANCE[dtype], "rtol": times * TOLERANCE[dtype]}
     torch.testing.assert_close(found, expected, **close)
     grads = [torch.autograd.grad(weighted_sum(*values), wanted) for values in (found, expected)]
     torch.testing.assert_close(*grads, **close)

@@ -17,15 +17,8 @@ from torch.nn import functional as F
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
 from flatroll.layout import run_ends, run_starts
-from flatroll.modules import (
-    DeltaNetModule,
-    FFMModule,
-    LRUModule,
-    S6Module,
-    actor,
-    delta_net,
-    set_recurrent_mode,
-)
+from flatroll.modules import DeltaNetModule, FFMModule, LRUModule, S6Module, actor, set_recurrent_mode
+from flatroll.modules.backends import delta_rule
 from flatroll.modules.by_space import MEMORIES
 from flatroll.rollouts import Collector
 from flatroll.wrappers.testing import Script, ScriptedVectorEnv
@@ -292,16 +285,44 @@ def test_autocast_and_long_runs_stay_finite(kind: Any) -> None:
         assert rows["features"].isfinite().all() and rows["next", "recurrent_state"].isfinite().all()
 
 
-@pytest.mark.parametrize("rows", [2, 4, 8, 16, 32, 64])
-def test_chunks_of_any_length_give_the_same(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rows", [2, 4, 8, 16, 32, 64, None])
+def test_chunks_of_any_length_and_the_loop_give_the_same(
+    rows: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs, next states and gradients; also with the length that the batch chooses."""
     module = module_of(DeltaNetModule)
     batch = batch_of(module, [65, 1, 2, 64, 17, 33, 16])
-    with set_recurrent_mode("recurrent"), torch.no_grad():
-        expected = module(batch.clone())
-        monkeypatch.setattr(delta_net, "_CHUNK_ROWS", (rows,))
-        found = module(batch.clone())
-    for key in ("features", ("next", "recurrent_state")):
-        torch.testing.assert_close(found[key], expected[key], rtol=1e-10, atol=1e-10)
+    batch["recurrent_state"].requires_grad_()
+    batch["observation"].requires_grad_()
+    inputs = [batch["observation"], batch["recurrent_state"], *module.parameters()]
+    results = []
+    for by_loop in (True, False):
+        if not by_loop:
+            monkeypatch.setattr(delta_rule, "_loops", lambda rows, stored: False)
+            if rows is not None:
+                monkeypatch.setattr(delta_rule, "_CHUNK_ROWS", (rows,))
+        with set_recurrent_mode("recurrent"):
+            found = module(batch.copy())
+        outputs = [found["features"], found["next", "recurrent_state"]]
+        total = sum((x * torch.arange(x.numel()).view_as(x).cos()).sum() for x in outputs)
+        results.append((outputs, torch.autograd.grad(total, inputs)))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-9)
+
+
+def test_chunks_have_second_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = module_of(DeltaNetModule, 1)
+    batch = batch_of(module, [3, 2])
+    observation = batch["observation"].requires_grad_()
+    starts = batch["is_init"]
+
+    def compute(rows: Tensor) -> Tensor:
+        out: Tensor = module.over_runs(rows, (batch["recurrent_state"],), starts)[0]
+        return out
+
+    with pytest.raises(RuntimeError, match="the gated delta rule is differentiable once"):
+        torch.autograd.gradgradcheck(compute, observation)
+    monkeypatch.setattr(delta_rule, "_loops", lambda rows, stored: False)
+    assert torch.autograd.gradgradcheck(compute, observation)
 
 
 def test_the_ring_of_the_unit() -> None:

@@ -104,7 +104,7 @@ class FFMModule(LinearRecurrence):
 
     @override
     def terms(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        x, gate, _, _ = rows.split(self._parts, -1)
+        x, gate, _, _ = torch.split(rows, self._parts, -1)
         kept = (-self.rates[layer].abs()).exp().unsqueeze(1)
         angles = self.frequencies[layer].expand(self.memory_size, -1)
         factor = torch.polar(kept.expand_as(angles), angles).unsqueeze(0)
@@ -115,6 +115,6 @@ class FFMModule(LinearRecurrence):
 
     @override
     def output(self, layer: int, rows: Tensor, states: Tensor) -> Tensor:
-        _, _, gate, skip = rows.split(self._parts, -1)
+        _, _, gate, skip = torch.split(rows, self._parts, -1)
         seen = self.outputs[layer](self._column(states))
         return torch.lerp(skip, F.layer_norm(seen, (self.hidden_size,)).to(skip.dtype), gate.sigmoid())

@@ -93,7 +93,7 @@ class LinearRecurrence(StatefulModule):
 
     def _numbers(self, column: Tensor) -> Tensor:
         """A layer's states ``[N, *S]`` of a column ``[N, F]``."""
-        shaped = column.unflatten(-1, self._column_shape)
+        shaped = column.reshape(-1, *self._column_shape)
         if self._complex:
             return torch.view_as_complex(shaped.contiguous())
         return shaped
@@ -109,7 +109,7 @@ class LinearRecurrence(StatefulModule):
         return nn.functional.dropout(out, self.dropout, self.training and layer + 1 < self.num_layers)
 
 
-def check_fractions(name: str, bounds: object) -> None:
+def check_fractions(name: str, bounds: Any) -> None:
     """Raise ValueError, naming the argument, unless these are two floats between 0 and 1, the smaller one first."""
     pair = isinstance(bounds, Sequence) and len(bounds) == 2 and all(isinstance(x, float) for x in bounds)
     if not (pair and 0 < bounds[0] <= bounds[1] < 1):

@@ -115,9 +115,9 @@ class S6Module(LinearRecurrence):
 
     def _read(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Step sizes and numbers to write ``[N, H]``, and how to write and to read them ``[N, n]``."""
-        x, _, step, write, read = rows.split(self._parts, -1)
+        x, _, step, write, read = torch.split(rows, self._parts, -1)
         return F.softplus(step + self.step_bias[layer]), F.silu(x), write, read
 
     def _leave(self, layer: int, rows: Tensor, seen: Tensor, u: Tensor) -> Tensor:
-        gate = rows.split(self._parts, -1)[1]
+        gate = torch.split(rows, self._parts, -1)[1]
         return cast(Tensor, self.outputs[layer]((seen + self.skips[layer] * u) * F.silu(gate)))
