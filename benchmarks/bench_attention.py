@@ -23,7 +23,12 @@ KEYS: dict[str, Any] = {"in_key": "observation", "out_key": "features"}
 #: Share of rows that begin an episode, and steps of a window.
 SETTINGS = ((0.1, 64), (0.02, 64), (0.02, 256), (0.003, 256), (0.003, 1024))
 
-CONTEXTS: dict[str, int | None] = {"context=None": None, "context=256": 256, "context=64": 64}
+CONTEXTS: dict[str, int | None] = {
+    "context=None": None,
+    "context=256": 256,
+    "context=64": 64,
+    "context=16": 16,
+}
 SHOWN = ("context=None", "context=64")
 
 Run: TypeAlias = Callable[[], object]
@@ -150,14 +155,6 @@ def by_rows() -> str:
         micros = [f"{min(timing.turns) / count * 1e6:.1f}" for timing in result.values()]
         table_rows.append([f"{count:,}", *micros])
     return table(["rows", *(f"{name}, µs a row" for name in SHOWN)], table_rows)
-
-
-CONTEXTS: dict[str, int | None] = {
-    "context=None": None,
-    "context=256": 256,
-    "context=64": 64,
-    "context=16": 16,
-}
 
 
 def by_length() -> str:

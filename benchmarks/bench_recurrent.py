@@ -17,10 +17,14 @@ from torch import Tensor
 from benchmarks.measure.resident import resident_peak
 from benchmarks.measure.timing import Timing, ratio, table, take_turns, waited
 from flatroll.modules import (
+    DeltaNetModule,
+    FFMModule,
     GRUModule,
     LinearRecurrentModule,
+    LRUModule,
     LSTMModule,
     MinGRUModule,
+    S6Module,
     set_recurrent_mode,
 )
 from flatroll.modules.backends.choice import fastest_backend
@@ -30,6 +34,18 @@ ROWS, INPUT, HIDDEN = 4096, 64, 128
 RATES = (0.0, 0.003, 0.02, 0.1, 0.3)
 KEYS: dict[str, Any] = {"in_key": "observation", "out_key": "features"}
 KINDS: dict[str, type[GRUModule] | type[LSTMModule]] = {"GRU": GRUModule, "LSTM": LSTMModule}
+
+#: Memories with one state, the GRU first, and mean lengths of runs.
+MEMORIES: dict[str, Any] = {
+    "GRU": GRUModule,
+    "MinGRU": MinGRUModule,
+    "linear unit": LinearRecurrentModule,
+    "LRU": LRUModule,
+    "S6": S6Module,
+    "FFM": FFMModule,
+    "DeltaNet": DeltaNetModule,
+}
+MEANS = (16, 256, 4096)
 
 #: Sequences, steps and hidden size of the batches for a GPU.
 ON_GPU = ((128, 128, 256), (4096, 64, 512))
@@ -204,19 +220,28 @@ def on_gpu(
 
 def linear(rows: int = ROWS, device: str = "cpu") -> str:
     """Time the linear recurrences beside a GRU; on the CPU by the thread's own time."""
-    kinds: dict[str, Any] = {"MinGRU": MinGRUModule, "linear unit": LinearRecurrentModule, "GRU": GRUModule}
+    results = {mean: _time_memories(rows, min(mean, rows), device) for mean in MEANS}
     table_rows = []
-    for mean in (16, 256, 4096):
-        batch = batch_of("GRU", ragged(rows, min(mean, rows))).to(device)
-        runs = {
-            name: waited(pass_of(kind(INPUT, HIDDEN, **KEYS).to(device), set_recurrent_mode, batch))
-            for name, kind in kinds.items()
-        }
-        clock = time.thread_time if device == "cpu" else time.perf_counter
-        result = take_turns(runs, turns=5, clock=clock)
-        cells = cells_of(result, tuple(kinds))
-        table_rows.append([f"{mean:,}", *cells, f"{ratio(result['GRU'], result['MinGRU']):.1f} x"])
-    return table(["mean length", *(f"{name}, ms" for name in kinds), "GRU / MinGRU"], table_rows)
+    for name, kind in MEMORIES.items():
+        [state] = kind(INPUT, HIDDEN, **KEYS).make_tensordict_primer().defaults.values()
+        times = [f"{min(result[name].turns) * 1e3:.1f}" for result in results.values()]
+        ratios = [f"{ratio(result['GRU'], result[name]):.1f} x" for result in results.values()]
+        table_rows.append([name, f"{state.numel() * 4:,}", *times, *ratios])
+    header = ["", "state, bytes per row", *(f"runs of {mean:,}, ms" for mean in MEANS)]
+    return table([*header, *(f"GRU / it, {mean:,}" for mean in MEANS)], table_rows)
+
+
+def _time_memories(rows: int, mean: int, device: str) -> dict[str, Timing]:
+    """Time a pass of each memory, forward and backward, over runs of this mean length."""
+    starts = ragged(rows, mean)
+    runs = {}
+    for name, kind in MEMORIES.items():
+        module = kind(INPUT, HIDDEN, **KEYS)
+        batch = TensorDict({"observation": torch.randn(rows, INPUT), "is_init": starts.unsqueeze(-1)}, [rows])
+        batch.update(module.make_tensordict_primer().expand(rows))
+        runs[name] = waited(pass_of(module.to(device), set_recurrent_mode, batch.to(device)))
+    clock = time.thread_time if device == "cpu" else time.perf_counter
+    return take_turns(runs, turns=5, clock=clock)
 
 
 def one_long_run() -> str:

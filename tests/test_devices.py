@@ -15,7 +15,17 @@ from tensordict import TensorDict
 from benchmarks import bench_gpu, bench_updates
 from benchmarks.bench_gae import Data, call_of, module
 from flatroll.buffers import LazyTensorStorage, PrioritizedSliceSampler, ReplayBuffer, SliceSampler
-from flatroll.modules import GRUModule, LSTMModule, MinGRUModule, RunningNorm, set_recurrent_mode
+from flatroll.modules import (
+    DeltaNetModule,
+    FFMModule,
+    GRUModule,
+    LRUModule,
+    LSTMModule,
+    MinGRUModule,
+    RunningNorm,
+    S6Module,
+    set_recurrent_mode,
+)
 from flatroll.rollouts import Collector
 from flatroll.wrappers import InitTracker, RewardSum, StepCounter, TrajId
 from flatroll.wrappers.testing import Script, ScriptedTorchEnv
@@ -140,15 +150,17 @@ def test_samples(device: str, kind: Any) -> None:
     torch.testing.assert_close(samples[1], samples[0], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", [GRUModule, LSTMModule, MinGRUModule])
+@pytest.mark.parametrize(
+    "kind", [GRUModule, LSTMModule, MinGRUModule, LRUModule, S6Module, FFMModule, DeltaNetModule]
+)
 @pytest.mark.parametrize("device", DEVICES)
 def test_recurrent_modules(device: str, kind: Any) -> None:
     torch.manual_seed(0)
     net = kind(6, 16, in_key="observation", out_key="features")
     starts = torch.rand(200, 1) < 0.1
     batch = TensorDict({"observation": torch.randn(200, 6), "is_init": starts}, [200])
-    for key in kind.state_keys:
-        batch[key] = torch.randn(200, 1, 16)
+    for key, zero in net.make_tensordict_primer().defaults.items():
+        batch[key] = torch.randn(200, *zero.shape)
     found = []
     for place in ("cpu", device):
         net.to(place).zero_grad()

@@ -253,6 +253,7 @@ def run_compile(arguments: argparse.Namespace) -> int:
     try:
         use_batches()
         use_steps()
+        use_memories()
     finally:
         torch.set_num_threads(threads)
     print(f"compiled in {time.perf_counter() - begun:.0f} s")
@@ -314,6 +315,27 @@ def use_batches() -> None:
     estimators.td_lambda_return_estimate(0.99, 0.95, x, x, ends)
     estimators.vtrace_advantage_estimate(0.99, x, x, x, x, x, ends)
     estimators.reward2go(x, ends, 0.99)
+
+
+def use_memories() -> None:
+    """Run memories of real and of complex numbers over a few rows, forward and back."""
+    import torch
+    from tensordict import TensorDict
+
+    from flatroll import modules
+
+    rows = TensorDict({"observation": torch.rand(8, 3), "is_init": torch.arange(8) % 4 == 0}, [8])
+    kinds: list[Any] = [
+        modules.MinGRUModule,
+        modules.LinearRecurrentModule,
+        modules.LRUModule,
+        modules.S6Module,
+        modules.DeltaNetModule,
+    ]
+    for kind in kinds:
+        memory = kind(3, 4, in_key="observation", out_key="features", state="zero")
+        with modules.set_recurrent_mode("recurrent"):
+            memory(rows.clone())["features"].sum().backward()
 
 
 def use_steps() -> None:

@@ -39,6 +39,7 @@ from flatroll.modules import (
     set_epsilon,
     update_norms,
 )
+from flatroll.modules.by_space import MEMORIES
 from flatroll.rollouts import Collector, evaluate
 
 VECTOR = spaces.Box(-np.inf, np.inf, (3,), np.float32)
@@ -136,15 +137,16 @@ def test_each_observation_space_trains_with_ppo(kind: str) -> None:
     ppo(env, policy, critic(env, hidden=(8,), actor=policy, shared=kind == "dict"))
 
 
-@pytest.mark.parametrize("recurrent", ["gru", "lstm"])
+@pytest.mark.parametrize("recurrent", MEMORIES)
 @pytest.mark.parametrize("shared", [True, False])
 def test_recurrent_actors_and_critics_train_with_ppo(recurrent: Any, shared: bool) -> None:
     env = make(OBSERVATIONS["dict"], ACTIONS["dict"])
-    policy = actor(env, hidden=(8, 6), recurrent=recurrent)
-    value = critic(env, hidden=(8, 6), recurrent=recurrent, actor=policy, shared=shared)
+    policy = actor(env, hidden=(8, 4), recurrent=recurrent)
+    value = critic(env, hidden=(8, 4), recurrent=recurrent, actor=policy, shared=shared)
     batch = ppo(env, policy, value)
-    state = "recurrent_state" if recurrent == "gru" else "recurrent_state_c"
-    assert batch[state].shape == (32, 1, 6) and batch[state][~run_starts(batch)].any()
+    [memory] = [part for part in policy.module if hasattr(part, "make_tensordict_primer")]
+    for state, zero in memory.make_tensordict_primer().defaults.items():
+        assert batch[state].shape == (32, *zero.shape) and batch[state][~run_starts(batch)].any()
 
 
 def test_the_deviation_may_depend_on_the_observation() -> None:
@@ -421,7 +423,8 @@ def test_a_q_network_of_continuous_actions_is_one_of_sac() -> None:
         (
             lambda: actor(make(), recurrent="rnn"),  # type: ignore[arg-type]
             ValueError,
-            "recurrent must be None, 'gru', 'lstm' or 'transformer', got 'rnn'",
+            "recurrent must be None, 'gru', 'lstm', 'mingru', 'lru', 's6', 'ffm', 'deltanet' or 'transformer', got "
+            "'rnn'",
         ),
         (lambda: actor(make(), std="none"), ValueError, "std must be 'independent' or 'dependent'"),  # type: ignore[arg-type]
         (lambda: critic(make(), shared=True), ValueError, "shared=True needs the actor"),

@@ -7,7 +7,17 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
-from flatroll.modules import GRUModule, LSTMModule, MinGRUModule, TensorDictPrimer, set_recurrent_mode
+from flatroll.modules import (
+    DeltaNetModule,
+    FFMModule,
+    GRUModule,
+    LRUModule,
+    LSTMModule,
+    MinGRUModule,
+    S6Module,
+    TensorDictPrimer,
+    set_recurrent_mode,
+)
 
 KEYS = {"in_key": "observation", "out_key": "features"}
 
@@ -171,15 +181,17 @@ def test_refused_when_called(mode, entries, error, text):
         module(batch_of(**entries))
 
 
-@pytest.mark.parametrize("kind", [GRUModule, LSTMModule, MinGRUModule])
+@pytest.mark.parametrize(
+    "kind", [GRUModule, LSTMModule, MinGRUModule, LRUModule, S6Module, FFMModule, DeltaNetModule]
+)
 def test_batches_without_rows(kind):
     """A step of no env is a step; a pass over no run is a mistake."""
-    module = kind(3, 5, 2, **KEYS)
+    module = kind(3, 8, 2, **KEYS)
     for shape in ((0,), (2, 0)):
         batch = TensorDict({"is_init": torch.zeros(*shape, 1, dtype=torch.bool)}, shape)
         batch["observation"] = torch.zeros(*shape, 3)
         batch.update(module.make_tensordict_primer().expand(shape))
-        assert module(batch)["features"].shape == (*shape, 5)
+        assert module(batch)["features"].shape == (*shape, 8)
         with (
             set_recurrent_mode(True),
             pytest.raises(ValueError, match=r"at least one row, got .* \[(2, )?0\]"),

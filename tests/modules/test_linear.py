@@ -1,4 +1,6 @@
-"""Linear recurrences over flat batches against stepping them."""
+"""Memories by a scan or by chunks over flat batches, against stepping them."""
+
+import re
 
 import pytest
 import torch
@@ -8,11 +10,20 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import nn
 
-from flatroll.layout import run_starts
-from flatroll.modules import BurnIn, LinearRecurrentModule, MinGRUModule, set_recurrent_mode
+from flatroll.layout import run_ends, run_starts
+from flatroll.modules import (
+    BurnIn,
+    DeltaNetModule,
+    FFMModule,
+    LinearRecurrentModule,
+    LRUModule,
+    MinGRUModule,
+    S6Module,
+    set_recurrent_mode,
+)
 
-IN, HIDDEN = 3, 5
-KINDS = [MinGRUModule, LinearRecurrentModule]
+IN, HIDDEN = 3, 8
+KINDS = [MinGRUModule, LinearRecurrentModule, LRUModule, S6Module, FFMModule, DeltaNetModule]
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-13}
 
 
@@ -21,13 +32,21 @@ def module_of(kind, layers=2, dtype=torch.float64, **options):
     return kind(IN, HIDDEN, layers, in_key="observation", out_key="features", dtype=dtype, **options)
 
 
-def batch_of(starts, layers=2, dtype=torch.float64):
+def batch_of(module, starts, dtype=torch.float64):
     generator = torch.Generator().manual_seed(1)
     starts = torch.as_tensor(starts, dtype=torch.bool)
     batch = TensorDict({"is_init": starts.unsqueeze(-1)}, starts.shape)
     batch["observation"] = torch.randn(*starts.shape, IN, generator=generator, dtype=dtype)
-    batch["recurrent_state"] = torch.randn(*starts.shape, layers, HIDDEN, generator=generator, dtype=dtype)
+    [first] = module.make_tensordict_primer().defaults.values()
+    batch["recurrent_state"] = torch.randn(*starts.shape, *first.shape, generator=generator, dtype=dtype)
     return batch
+
+
+def exact(module, batch, states):
+    """The states that are exact in recurrent mode: those of all rows, or of the last rows of runs."""
+    if isinstance(module, DeltaNetModule):
+        return states[run_ends(batch)]
+    return states
 
 
 def stepped(module, batch):
@@ -55,15 +74,18 @@ def weighted_sum(*values):
 @pytest.mark.parametrize("layers", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_runs_equal_stepping(kind, layers, dtype, starts):
-    module, batch = module_of(kind, layers, dtype), batch_of(starts, layers, dtype)
+    module = module_of(kind, layers, dtype)
+    batch = batch_of(module, starts, dtype)
     wanted = [batch[key].requires_grad_() for key in ("observation", "recurrent_state")] + list(
         module.parameters()
     )
-    expected = stepped(module, batch)
+    features, states = stepped(module, batch)
+    expected = (features, exact(module, batch, states))
     with set_recurrent_mode("recurrent"):
         module(batch)
-    found = (batch["features"], batch["next", "recurrent_state"])
-    close = {"atol": 10 * TOLERANCE[dtype], "rtol": 10 * TOLERANCE[dtype]}
+    found = (batch["features"], exact(module, batch, batch["next", "recurrent_state"]))
+    times = 100 if kind is DeltaNetModule else 10  # its vectors are scaled to length 1
+    close = {"atol": times * TOLERANCE[dtype], "rtol": times * TOLERANCE[dtype]}
     torch.testing.assert_close(found, expected, **close)
     grads = [torch.autograd.grad(weighted_sum(*values), wanted) for values in (found, expected)]
     torch.testing.assert_close(*grads, **close)
@@ -75,7 +97,8 @@ def test_runs_equal_stepping(kind, layers, dtype, starts):
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), kind=st.sampled_from(KINDS))
 def test_any_runs(lengths, kind):
     ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    module, batch = module_of(kind), batch_of(torch.cat([torch.ones(1), ids.diff()]) > 0)
+    module = module_of(kind)
+    batch = batch_of(module, torch.cat([torch.ones(1), ids.diff()]) > 0)
     with torch.no_grad():
         expected, _ = stepped(module, batch)
         with set_recurrent_mode("recurrent"):
@@ -84,7 +107,8 @@ def test_any_runs(lengths, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_gradient_crosses_a_boundary_and_no_nan_does(kind):
-    module, batch = module_of(kind), batch_of([1, 0, 0, 1, 0, 1])
+    module = module_of(kind)
+    batch = batch_of(module, [1, 0, 0, 1, 0, 1])
     batch["recurrent_state"][[1, 2, 4]] = torch.nan
     batch["observation"].requires_grad_()
     with set_recurrent_mode("recurrent"):
@@ -96,7 +120,8 @@ def test_no_gradient_crosses_a_boundary_and_no_nan_does(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_lanes_are_runs_of_their_own(kind):
-    module, lanes = module_of(kind), batch_of([[0, 0, 1, 0], [0, 0, 0, 0]])
+    module = module_of(kind)
+    lanes = batch_of(module, [[0, 0, 1, 0], [0, 0, 0, 0]])
     parts = [lane.clone() for lane in lanes.unbind(0)]
     with set_recurrent_mode("recurrent"):
         whole = module(lanes)["features"]
@@ -126,7 +151,8 @@ def test_a_rollout_restarts_from_zeros_and_training_recomputes_it(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_in_place_activation_leaves_the_state_alone(kind):
-    module, batch = module_of(kind), batch_of([1, 0, 1])
+    module = module_of(kind)
+    batch = batch_of(module, [1, 0, 1])
     for mode in (True, False):
         with set_recurrent_mode(mode), torch.no_grad():
             module(batch)
@@ -136,12 +162,12 @@ def test_an_in_place_activation_leaves_the_state_alone(kind):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not DeltaNetModule])
 def test_one_graph(kind):
     module = module_of(kind, default_recurrent_mode=True)
     torch.compiler.reset()
-    found = torch.compile(module, fullgraph=True, backend="eager")(batch_of([1, 0, 0, 1, 0]))
-    torch.testing.assert_close(found.to_dict(), module(batch_of([1, 0, 0, 1, 0])).to_dict())
+    found = torch.compile(module, fullgraph=True, backend="eager")(batch_of(module, [1, 0, 0, 1, 0]))
+    torch.testing.assert_close(found.to_dict(), module(batch_of(module, [1, 0, 0, 1, 0])).to_dict())
 
 
 def test_min_gru_by_hand():
@@ -159,7 +185,7 @@ def test_the_unit_fades_at_its_rate_and_keeps_the_scale_of_its_input():
     module = module_of(LinearRecurrentModule, layers=1, decay=(0.5, 0.5))
     a, _ = module.terms(0, torch.zeros(1, IN, dtype=torch.float64))
     torch.testing.assert_close(a, torch.full((1, HIDDEN), 0.5, dtype=torch.float64))
-    batch = batch_of([1] + [0] * 4999, 1)
+    batch = batch_of(module, [1] + [0] * 4999)
     batch["observation"] = torch.randn(
         5000, IN, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
@@ -173,19 +199,19 @@ def test_the_unit_fades_at_its_rate_and_keeps_the_scale_of_its_input():
 def test_bad_input(kind):
     keys = {"in_key": "observation", "out_key": "features"}
     for arguments, text in (
-        ((0, 5), r"input_size must be an integer of at least 1, got 0"),
-        ((3, 5, 1.5), r"num_layers must be an integer of at least 1, got 1.5"),
+        ((0, 8), r"input_size must be an integer of at least 1, got 0"),
+        ((3, 8, 1.5), r"num_layers must be an integer of at least 1, got 1.5"),
     ):
         with pytest.raises(ValueError, match=text):
             kind(*arguments, **keys)
     with pytest.raises(ValueError, match=r"dropout must lie in \[0, 1\), got 1"):
-        kind(3, 5, dropout=1, **keys)
+        kind(3, 8, dropout=1, **keys)
     module = module_of(kind)
     with (
         set_recurrent_mode(True),
-        pytest.raises(ValueError, match=r"num_layers x hidden_size = 2 x 5\), got"),
+        pytest.raises(ValueError, match=re.escape(kind.state_meaning) + r" = 2 x \d+\), got"),
     ):
-        module(batch_of([1, 0], layers=1))
+        module(batch_of(module_of(kind, layers=1), [1, 0]))
     with pytest.raises(
         ValueError, match=r"decay must be two floats between 0 and 1 in ascending order, got \(0.9, 1\)"
     ):
@@ -194,7 +220,8 @@ def test_bad_input(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_can_be_burnt_in(kind):
-    module, batch = module_of(kind), batch_of([1, 0, 0, 0, 1, 0, 0, 0])
+    module = module_of(kind)
+    batch = batch_of(module, [1, 0, 0, 0, 1, 0, 0, 0])
     kept = BurnIn(module, burn_in=2).forward(batch)
     with set_recurrent_mode(True), torch.no_grad():
         whole, rest = module(batch)["features"], module(kept)["features"]
@@ -203,7 +230,8 @@ def test_states_can_be_burnt_in(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_dropout_between_layers(kind):
-    module, batch = module_of(kind, dropout=0.5, default_recurrent_mode=True), batch_of([1, 0, 0])
+    module = module_of(kind, dropout=0.5, default_recurrent_mode=True)
+    batch = batch_of(module, [1, 0, 0])
     assert not module(batch.clone())["features"].equal(module(batch.clone())["features"])
     module.eval()
     assert module(batch.clone())["features"].equal(module(batch.clone())["features"])

@@ -22,10 +22,14 @@ from flatroll.estimators import GAE, ClipPPOLoss
 from flatroll.layout import run_ends
 from flatroll.modules import (
     BurnIn,
+    DeltaNetModule,
+    FFMModule,
     GRUModule,
     LinearRecurrentModule,
+    LRUModule,
     LSTMModule,
     MinGRUModule,
+    S6Module,
     set_recurrent_mode,
 )
 from flatroll.rollouts import Collector
@@ -267,16 +271,29 @@ def test_advantages_need_no_other_states(compact: bool) -> None:
     assert torch.equal(*both)
 
 
-@pytest.mark.parametrize("kind", [GRUModule, LSTMModule, MinGRUModule, LinearRecurrentModule])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        GRUModule,
+        LSTMModule,
+        MinGRUModule,
+        LinearRecurrentModule,
+        LRUModule,
+        S6Module,
+        FFMModule,
+        DeltaNetModule,
+    ],
+)
 def test_a_run_starts_from_whatever_its_first_row_stores(kind: Any) -> None:
     """A loop of one's own that carries the state across resets: acting zeroes it, training reads what was stored."""
     torch.manual_seed(0)
     module = kind(3, 4, in_key="observation", out_key="features")
-    states = list(module.make_tensordict_primer().defaults)
+    states = module.make_tensordict_primer().defaults
     lengths = [3, 2]  # two episodes of one env
     observation = torch.randn(5, 3)
     is_init = torch.tensor([[True], [False], [False], [True], [False]])
-    carried = {key: torch.randn(1, 1, 4) for key in states}  # not zero, not even before the first episode
+    # not zero, not even before the first episode
+    carried = {key: torch.randn_like(zero).unsqueeze(0) for key, zero in states.items()}
     before = []
     acted = []
     for t in range(sum(lengths)):

@@ -8,10 +8,14 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from flatroll.modules import (
+    DeltaNetModule,
+    FFMModule,
     GRUModule,
     LinearRecurrentModule,
+    LRUModule,
     LSTMModule,
     MinGRUModule,
+    S6Module,
     recurrent_mode,
     set_recurrent_mode,
 )
@@ -24,6 +28,7 @@ MODULES = {
        for name in ("auto", "packed", "scan", "pad")},
     "MinGRUModule": (MinGRUModule, {}),
     "LinearRecurrentModule": (LinearRecurrentModule, {}),
+    **{kind.__name__: (kind, {}) for kind in (LRUModule, S6Module, FFMModule, DeltaNetModule)},
 }  # fmt: skip
 
 

@@ -37,12 +37,16 @@ from flatroll.modules import (
     GRU,
     LSTM,
     BurnIn,
+    DeltaNetModule,
+    FFMModule,
     GRUCell,
     GRUModule,
     LinearRecurrentModule,
+    LRUModule,
     LSTMCell,
     LSTMModule,
     MinGRUModule,
+    S6Module,
     TensorDictPrimer,
     TransformerModule,
     actor,
@@ -249,6 +253,10 @@ def add_recurrent() -> None:
         "LSTMModule": LSTMModule,
         "MinGRUModule": MinGRUModule,
         "LinearRecurrentModule": LinearRecurrentModule,
+        "LRUModule": LRUModule,
+        "S6Module": S6Module,
+        "FFMModule": FFMModule,
+        "DeltaNetModule": DeltaNetModule,
     }
     for name, kind in kinds.items():
         for burn_in in (0, 2):
@@ -260,8 +268,8 @@ def add_recurrent() -> None:
                     net = kind(6, 8, in_key="observation", out_key="features", **options)
                     starts = torch.rand(60, 1) < 0.15
                     batch = TensorDict({"observation": torch.randn(60, 6), "is_init": starts}, [60])
-                    for key in kind.state_keys:
-                        batch[key] = torch.randn(60, 1, 8)
+                    for key, zero in net.make_tensordict_primer().defaults.items():
+                        batch[key] = torch.randn(60, *zero.shape)
                     net.to(d)
                     with set_recurrent_mode(True, burn_in=burn_in):
                         features = net(batch.to(d))["features"]

@@ -12,6 +12,7 @@ ROWS = {"stores", "saves", "collects"}
 # Pages whose blocks are compared by tests elsewhere.
 ELSEWHERE = (
     *("docs/training", "docs/losses", "docs/trainers", "docs/other_trainers", "docs/networks"),
+    "docs/memory",
     *("docs/normalisation", "docs/porting", "docs/disk", "docs/datasets", "docs/layout/forms"),
     "docs/howto/own_marker",
 )

@@ -848,7 +848,16 @@ def _modules() -> Iterator[Case]:
     sizes = {"input_size": 3, "hidden_size": 4}
     recurrent = {**sizes, "in_key": "observation", "out_key": "features", "state": "zero"}
     more = ("in_key", "out_key", "in_keys", "out_keys", "recurrent_backend", "burn_in")
-    for name in ("GRUModule", "LSTMModule", "MinGRUModule", "LinearRecurrentModule"):
+    for name in (
+        "GRUModule",
+        "LSTMModule",
+        "MinGRUModule",
+        "LinearRecurrentModule",
+        "LRUModule",
+        "S6Module",
+        "FFMModule",
+        "DeltaNetModule",
+    ):
         yield Case(
             name,
             getattr(modules, name),

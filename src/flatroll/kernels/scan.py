@@ -39,7 +39,7 @@ def segmented_scan(a: Tensor | float, b: Tensor, ends: Tensor, *, longest: int |
 
     Args:
         a: decay; a number, a tensor ``[N]`` (one per row) or one that broadcasts to ``b``.
-        b: floating tensor ``[N, *F]``.
+        b: floating or complex tensor ``[N, *F]``.
         ends: bool tensor ``[N]``, True on the last row of each run. The very last row always ends one.
         longest: an upper bound on the rows of a run, if known: it saves passes of the torch form and does not change
             the result. Results are wrong for runs that are longer. Default: ``N``.
@@ -48,7 +48,7 @@ def segmented_scan(a: Tensor | float, b: Tensor, ends: Tensor, *, longest: int |
         tensor of the shape, dtype and device of ``b``.
 
     Raises:
-        TypeError: ``b`` is not floating, or ``ends`` not bool.
+        TypeError: ``b`` is neither floating nor complex, or ``ends`` not bool.
         ValueError: the shapes do not match.
 
     Example:
@@ -84,7 +84,7 @@ def _checked(a: Tensor | float, b: Tensor, ends: Tensor) -> Tensor | float:
         if not isinstance(x, Tensor) or x.layout is not torch.strided:
             raise TypeError(f"{name} must be a dense tensor, got {type(x).__name__}")
 
-    if not b.is_floating_point():
+    if not (b.is_floating_point() or b.is_complex()):
         raise TypeError(f"b must be a floating tensor, got {b.dtype}: cast it, e.g. with .float()")
     if ends.dtype is not torch.bool:
         raise TypeError(f"ends must be bool, got {ends.dtype}: cast it with .bool()")
@@ -98,10 +98,11 @@ def _checked(a: Tensor | float, b: Tensor, ends: Tensor) -> Tensor | float:
             raise TypeError(f"a must be a number or a tensor, got {type(a).__name__}")
         return float(a)
 
-    if a.layout is not torch.strided or a.is_complex() or ends.device != b.device or a.is_meta != b.is_meta:
+    only_a_complex = a.is_complex() and not b.is_complex()
+    if a.layout is not torch.strided or only_a_complex or ends.device != b.device or a.is_meta != b.is_meta:
         raise ValueError(
-            f"a, b and ends must be dense tensors of real numbers on one device, got {a.dtype} ({a.layout}) on "
-            f"{a.device}, {b.device} and {ends.device}"
+            "a, b and ends must be dense tensors on one device, of real numbers unless b is complex, got "
+            f"{a.dtype} ({a.layout}) on {a.device}, {b.device} and {ends.device}"
         )
     if a.ndim == 1 and a.shape == b.shape[:1]:
         a = a.reshape(-1, *[1] * (b.ndim - 1))
@@ -169,7 +170,10 @@ def _doubling(a: Tensor | float, b: Tensor, ends: Tensor, longest: int) -> Tenso
 
 
 class _Scan(torch.autograd.Function):
-    """The scan and its gradient: ``db[i] = dy[i] + a[i - 1] * db[i - 1]``, ``da[i] = db[i] * y[i + 1]``."""
+    """The scan and its gradient: ``db[i] = dy[i] + a[i - 1] * db[i - 1]``, ``da[i] = db[i] * y[i + 1]``.
+
+    Of complex numbers, ``a`` and ``y`` are conjugated there.
+    """
 
     @staticmethod
     def forward(ctx: Any, a: Tensor | float, b: Tensor, ends: Tensor, longest: int) -> Tensor:
@@ -187,7 +191,7 @@ class _Scan(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
         (grad,) = grad_outputs
         y, ends, *rest = ctx.saved_tensors
-        a = rest[0] if rest else ctx.number
+        a = rest[0].conj() if rest else ctx.number
         row_wise = bool(rest) and a.ndim == y.ndim and a.shape[0] > 1
 
         # db is the same scan forward in time: on flipped rows, with the decay one row earlier (a[i - 1] at
@@ -198,6 +202,7 @@ class _Scan(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, db, None, None
 
+        y = y.conj()
         inside = ~ends[:-1].view(-1, *[1] * (y.ndim - 1))
         # NaN and inf count only if the next row was read, and if this row has a gradient.
         decay = a[:-1] if row_wise else a
@@ -546,12 +551,20 @@ def _readable_arrays(
 
 
 @functools.cache
-def machine_code(loop: Callable[..., None]) -> Callable[..., None]:
-    """Compile a loop of this file with Numba, which is imported at the first call."""
+def machine_code(loop: Callable[..., None], *, sums_in_any_order: bool = False) -> Callable[..., None]:
+    """Compile a loop of this file with Numba, which is imported at the first call.
+
+    Args:
+        loop: the function.
+        sums_in_any_order: whether terms of a sum may be added in another order, by vector instructions.
+    """
     from flatroll.kernels.compiled import compiled
 
     # "contract" lets a * y + b round once (one FMA) and allows no other optimisation: NaN and inf stay exact.
-    code: Callable[..., None] = compiled(fastmath={"contract"})(loop)
+    allowed = {"contract"}
+    if sums_in_any_order:
+        allowed.add("reassoc")
+    code: Callable[..., None] = compiled(fastmath=allowed)(loop)
     return code
 
 

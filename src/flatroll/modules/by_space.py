@@ -61,6 +61,7 @@ from flatroll.layout.spaces import (
     space_leaves,
     widest_space,
 )
+from flatroll.modules.delta_net import DeltaNetModule
 from flatroll.modules.distributions import (
     CombinedCategorical,
     Gaussian,
@@ -68,15 +69,32 @@ from flatroll.modules.distributions import (
     JointCategorical,
     SquashedGaussian,
 )
-from flatroll.modules.recurrent import GRUModule, LSTMModule
+from flatroll.modules.forgetful import FFMModule
+from flatroll.modules.linear import MinGRUModule
+from flatroll.modules.lru import LRUModule
+from flatroll.modules.recurrent import GRUModule, LSTMModule, RecurrentModule
 from flatroll.modules.running_norm import RunningNorm
+from flatroll.modules.selective import S6Module
 from flatroll.modules.transformer import TransformerModule
 
 #: An env; only its spaces are read.
 SpacedEnv: TypeAlias = Any
 N = TypeVar("N", bound=nn.Module)
-Recurrent: TypeAlias = Literal["gru", "lstm", "transformer"]
+Recurrent: TypeAlias = Literal["gru", "lstm", "mingru", "lru", "s6", "ffm", "deltanet", "transformer"]
 Cnn: TypeAlias = Literal["small", "impala"]
+
+#: The memories with a state in each row, by the value of ``recurrent``; each is made of the sizes of its input and
+#: output, and of keys.
+MEMORIES: dict[str, Any] = {
+    "gru": GRUModule,
+    "lstm": LSTMModule,
+    "mingru": MinGRUModule,
+    "lru": LRUModule,
+    "s6": S6Module,
+    "ffm": FFMModule,
+    "deltanet": DeltaNetModule,
+}
+_KINDS: dict[str, Any] = {**MEMORIES, "transformer": TransformerModule}
 
 #: Minimum side of an image for the three strided layers of the small CNN.
 _LEAST_SIDE = 36
@@ -124,9 +142,10 @@ def actor(
         activation: between the layers. Default ``nn.Tanh``.
         cnn: the network for images: ``"small"``, three layers with strides 4, 2, 1 (two of 3 x 3 for sides below 36),
             or ``"impala"``, fifteen layers in residual blocks.
-        recurrent: ``"gru"``, ``"lstm"`` or ``"transformer"``: the last layer is a `GRUModule`, an `LSTMModule` or a
-            `TransformerModule` of two gated layers with 4 heads and a context of 64 rows. Collectors carry its state.
-            Default None: no memory.
+        recurrent: the last layer is a memory, whose state collectors carry: ``"gru"`` (`GRUModule`), ``"lstm"``
+            (`LSTMModule`), ``"mingru"`` (`MinGRUModule`), ``"lru"`` (`LRUModule`), ``"s6"`` (`S6Module`), ``"ffm"``
+            (`FFMModule`), ``"deltanet"`` (`DeltaNetModule`) or ``"transformer"`` (`TransformerModule`, two gated layers
+            with 4 heads and a context of 64 rows). Default None: no memory.
         std: the standard deviation of a Box's numbers: ``"independent"`` of the observation, one parameter for each
             number, or a second output of the network, ``"dependent"``.
         squash: squash the numbers of a Box by tanh into its bounds. Default None: where all bounds are finite.
@@ -800,7 +819,7 @@ def _make_trunk(
     """
     check_flags(norm=norm)
     check_choice("cnn", cnn, ("small", "impala"))
-    check_choice("recurrent", recurrent, (None, *_MEMORIES))
+    check_choice("recurrent", recurrent, (None, *_KINDS))
     widths = [check_whole_number("hidden", size) for size in check_sizes("hidden", hidden)]
     if recurrent is not None and not widths:
         raise ValueError(
@@ -843,12 +862,15 @@ def _make_trunk(
     size = widths.pop()
     body = Encoder(seen, widths, activation, cnn)
     embedding = f"{prefix}_embedding"
-    kind, options = _MEMORIES[recurrent]
+    kind = _KINDS[recurrent]
+    options: dict[str, Any] = {}
+    if kind is TransformerModule:
+        options = {"num_layers": 2, "context": 64, "gate": "gtrxl"}
     names = list(kind.state_keys)
     if state is not None:
         names = [_renamed_state(key, state) for key in names]
         if kind is not TransformerModule:  # which stores none
-            options = {**options, "state": "zero"}
+            options = {"state": "zero"}
 
     memory: Any = kind(
         body.size,
@@ -857,17 +879,9 @@ def _make_trunk(
         out_keys=[features, *map(next_key, names)],
         **options,
     )
-    if kind is not TransformerModule:
+    if isinstance(memory, RecurrentModule):
         _orthogonal(memory.net, 1.0)
     return _Trunk([*parts, TensorDictModule(body, keys, [embedding]), memory], features, size)
-
-
-#: The module of each kind of memory, and its arguments besides sizes and keys.
-_MEMORIES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "gru": (GRUModule, {}),
-    "lstm": (LSTMModule, {}),
-    "transformer": (TransformerModule, {"num_layers": 2, "context": 64, "gate": "gtrxl"}),
-}
 
 
 def _renamed_state(key: str, state: str) -> str:

@@ -1,5 +1,6 @@
-"""Linear recurrent modules (minGRU, linear recurrent unit), computed for all rows by a segmented scan."""
+"""Linear recurrent modules (minGRU, linear recurrent unit), whose rows are computed in one pass."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, Unpack, cast
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from flatroll.kernels import segmented_scan
+from flatroll.kernels.recurrence import linear_recurrence
 from flatroll.layout.checks import check_number
 from flatroll.layout.transfers import upload
 from flatroll.modules.backends.packing import States
@@ -16,7 +17,13 @@ from flatroll.modules.stateful import StatefulModule, StatefulOptions
 
 
 class LinearRecurrence(StatefulModule):
-    """Base of recurrences ``h[t] = a[t] * h[t - 1] + b[t]`` whose ``a`` and ``b`` do not depend on ``h``."""
+    """Base of recurrences ``h[t] = a[t] * h[t - 1] + b[t]`` whose ``a`` and ``b`` do not depend on ``h``.
+
+    Args:
+        input_size, hidden_size, num_layers, dropout: see :class:`MinGRUModule`.
+        layer_shape: shape ``S`` of a layer's ``h``. Default ``(hidden_size,)``.
+        complex_numbers: whether ``h`` is complex. A column has its real and imaginary parts by turns.
+    """
 
     def __init__(
         self,
@@ -24,55 +31,96 @@ class LinearRecurrence(StatefulModule):
         hidden_size: int,
         num_layers: int,
         dropout: float,
+        *,
+        layer_shape: tuple[int, ...] | None = None,
+        complex_numbers: bool = False,
         **options: Unpack[StatefulOptions],
     ) -> None:
         check_number("dropout", dropout, least=0, below=1)
-        super().__init__((num_layers, hidden_size), **options)
+        if layer_shape is None:
+            layer_shape = (hidden_size,)
+        self._column_shape = layer_shape
+        if complex_numbers:
+            self._column_shape = (*layer_shape, 2)
+        super().__init__((num_layers, math.prod(self._column_shape)), **options)
+
         self.input_size = input_size
         self.hidden_size = hidden_size
         self.num_layers = num_layers
         self.dropout = dropout
+        self._complex = complex_numbers
+
+    def enter(self, layer: int, rows: Tensor) -> Tensor:
+        """Return what :meth:`terms` and :meth:`output` read, ``[N, K]``. Default: the layer's input."""
+        return rows
 
     def terms(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a layer's factors ``a`` (``[N, H]`` or ``[1, H]``) and summands ``b`` (``[N, H]``)."""
+        """Return a layer's factors ``a`` (``[N, *S]`` or ``[1, *S]``) and summands ``b`` (``[N, *S]``)."""
         raise NotImplementedError
 
     def output(self, layer: int, rows: Tensor, states: Tensor) -> Tensor:
-        """Return a layer's output ``[N, H]``, the next layer's input, as a new tensor."""
+        """Return a layer's output ``[N, H]``, the next layer's input, as a new tensor; ``states`` are ``[N, *S]``."""
         raise NotImplementedError
+
+    def run_layer(self, layer: int, rows: Tensor, first: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a layer's output ``[N, H]`` and states ``[N, *S]`` over whole runs, of what :meth:`enter` returns."""
+        a, b = self.terms(layer, rows)
+        now = linear_recurrence(a, b, first, starts)
+        return self.output(layer, rows, now), now
 
     @override
     def step(self, rows: Tensor, states: States) -> tuple[Tensor, States]:
         after: list[Tensor] = []
         for layer in range(self.num_layers):
+            rows = self.enter(layer, rows)
             a, b = self.terms(layer, rows)
-            after.append(a * states[0][:, layer] + b)
-            rows = self._next_layer_rows(layer, rows, after[-1])
-        return rows, (torch.stack(after, 1),)
+            now = a * self._numbers(states[0][:, layer]) + b
+            after.append(self._column(now))
+            rows = self._drop_out(layer, self.output(layer, rows, now))
+        return rows, (_stacked(after),)
 
     @override
     def over_runs(self, rows: Tensor, stored: States, starts: Tensor) -> tuple[Tensor, States]:
         starts = upload(starts, rows.device)
-        first = torch.where(starts[:, None, None], stored[0], 0)
-        # the scan runs backward in time: on flipped rows the first row of a run is its end
-        ends = starts.flip(0)
 
         after: list[Tensor] = []
         for layer in range(self.num_layers):
-            a, b = self.terms(layer, rows)
+            rows = self.enter(layer, rows)
+            out, now = self.run_layer(layer, rows, self._numbers(stored[0][:, layer]), starts)
+            after.append(self._column(now))
+            rows = self._drop_out(layer, out)
+        return rows, (_stacked(after),)
 
-            # the first row of a run also adds a * h, with its stored state h
-            from_first = torch.addcmul(b, a, first[:, layer])
-            turned = a  # [1, H] is the same for all rows
-            if len(a) > 1:
-                turned = a.flip(0)
-            after.append(segmented_scan(turned, from_first.flip(0), ends).flip(0))
-            rows = self._next_layer_rows(layer, rows, after[-1])
-        return rows, (torch.stack(after, 1),)
+    def _numbers(self, column: Tensor) -> Tensor:
+        """A layer's states ``[N, *S]`` of a column ``[N, F]``."""
+        shaped = column.reshape(-1, *self._column_shape)
+        if self._complex:
+            return torch.view_as_complex(shaped.contiguous())
+        return shaped
 
-    def _next_layer_rows(self, layer: int, rows: Tensor, states: Tensor) -> Tensor:
-        out = self.output(layer, rows, states)
+    def _column(self, states: Tensor) -> Tensor:
+        """The reverse of :meth:`_numbers`."""
+        if self._complex:
+            states = torch.view_as_real(states)
+        return states.flatten(1)
+
+    def _drop_out(self, layer: int, out: Tensor) -> Tensor:
+        """The next layer's input of a layer's output."""
         return nn.functional.dropout(out, self.dropout, self.training and layer + 1 < self.num_layers)
+
+
+def check_fractions(name: str, bounds: Any) -> None:
+    """Raise ValueError, naming the argument, unless these are two floats between 0 and 1, the smaller one first."""
+    pair = isinstance(bounds, Sequence) and len(bounds) == 2 and all(isinstance(x, float) for x in bounds)
+    if not (pair and 0 < bounds[0] <= bounds[1] < 1):
+        raise ValueError(f"{name} must be two floats between 0 and 1 in ascending order, got {bounds!r}")
+
+
+def _stacked(layers: list[Tensor]) -> Tensor:
+    """Columns ``[N, F]`` of all layers as ``[N, num_layers, F]``; outputs do not share their memory."""
+    if len(layers) == 1:
+        return layers[0].unsqueeze(1)
+    return torch.stack(layers, 1)
 
 
 class MinGRUModule(LinearRecurrence):
@@ -192,9 +240,7 @@ class LinearRecurrentModule(LinearRecurrence):
         check_sizes(input_size, hidden_size, num_layers, device=device, dtype=dtype)
         super().__init__(input_size, hidden_size, num_layers, dropout, **options)
 
-        rising = isinstance(decay, Sequence) and len(decay) == 2 and all(isinstance(x, float) for x in decay)
-        if not (rising and 0 < decay[0] <= decay[1] < 1):
-            raise ValueError(f"decay must be two floats between 0 and 1 in ascending order, got {decay!r}")
+        check_fractions("decay", decay)
 
         sizes = [input_size, *[hidden_size] * (num_layers - 1)]
         place: dict[str, Any] = {"device": device, "dtype": dtype}

@@ -38,6 +38,8 @@ class StatefulModule(MemoryModule):
     """
 
     state_keys: ClassVar[tuple[str, ...]] = ("recurrent_state",)
+    #: What the two sizes of a state are, for errors.
+    state_meaning: ClassVar[str] = "num_layers x hidden_size"
     #: Whether autocast on the CPU would cover only a part of the network. If so, it is turned off for the network.
     autocast_in_part: ClassVar[bool] = False
     #: Whether outputs depend on rows that come later in their run.
@@ -194,8 +196,8 @@ class StatefulModule(MemoryModule):
 
     def _check_state(self, batch: TensorDictBase, key: NestedKey, state: Tensor) -> None:
         """Refuse a state that is not ``[*B, *state_shape]`` in the dtype of the weights."""
-        layers, size = self._state_shape
-        self._check(batch, key, state, self._state_shape, f"num_layers x hidden_size = {layers} x {size}")
+        first, second = self._state_shape
+        self._check(batch, key, state, self._state_shape, f"{self.state_meaning} = {first} x {second}")
 
 
 #: Maps rows ``[N, in]``, states ``[N, *state]`` (read at first rows) and a bool ``[N]`` that marks first
