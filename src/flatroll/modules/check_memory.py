@@ -1,7 +1,7 @@
 """`check_memory`: whether a module with memory computes step by step what it computes over whole runs."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -116,11 +116,12 @@ def _problems(
 
     first = primer.defaults
     carried = {as_tuple(next_key(key)) for key in first}
-    written = {as_tuple(key) for key in module.out_keys}
+    out_keys = cast(Any, module.out_keys)
+    written = {as_tuple(key) for key in out_keys}
     if lacking := [key for key in first if as_tuple(next_key(key)) not in written]:
         yield f"out_keys must have {[next_key(key) for key in lacking]}, the states that the next step starts from"
         return
-    outputs = [plain_key(key) for key in module.out_keys if as_tuple(key) not in carried]
+    outputs = [plain_key(key) for key in out_keys if as_tuple(key) not in carried]
     check = _Check(module, first, outputs, atol)
 
     played = _play(check, inputs)
@@ -145,7 +146,7 @@ def _play(check: _Check, inputs: TensorDictBase) -> TensorDictBase:
     states: dict[NestedKey, Tensor] = {}
     steps: list[TensorDictBase] = []
     for i, start in enumerate(starts.tolist()):
-        row = inputs[i : i + 1].copy()
+        row = cast(TensorDictBase, inputs[i : i + 1]).copy()
         if start:
             states = {key: value.unsqueeze(0) for key, value in check.first.items()}
         row.set(IS_INIT, starts[i : i + 1].unsqueeze(1).to(row.device or "cpu"))
@@ -155,7 +156,8 @@ def _play(check: _Check, inputs: TensorDictBase) -> TensorDictBase:
         step = check.run(row, "sequential")
         steps.append(step)
         states = {key: require(step, next_key(key)) for key in check.first}
-    return torch.cat(steps)
+    joined: Any = torch.cat(cast(Any, steps))
+    return cast(TensorDictBase, joined)
 
 
 def _bare(check: _Check, played: TensorDictBase) -> TensorDictBase:
@@ -193,7 +195,8 @@ def _check_runs(check: _Check, played: TensorDictBase) -> Iterator[str]:
     yield from _check_last_states(check, together, played, "recurrent mode")
 
     lengths = run_starts(rows).cpu().nonzero().flatten().diff(append=torch.tensor([len(rows)])).tolist()
-    alone = torch.cat([check.run(part, "recurrent") for part in rows.split(lengths)])
+    parts: Any = [check.run(part, "recurrent") for part in rows.split(lengths)]
+    alone: Any = torch.cat(parts)
     for key in check.outputs:
         if text := check.differs(together, alone, key):
             yield f"recurrent mode: a run depends on other runs of its batch: {text}"
@@ -203,7 +206,8 @@ def _check_slices(check: _Check, played: TensorDictBase) -> Iterator[str]:
     """Slices of episodes, as samplers return them: is_init is True where a slice begins, its state is stored."""
     starts = _starts(len(played))
     since = torch.arange(len(starts)) - torch.where(starts, torch.arange(len(starts)), 0).cummax(0).values
-    kept = played[since.ge(_SKIPPED).nonzero().flatten().to(played.device or "cpu")]
+    rows = since.ge(_SKIPPED).nonzero().flatten()
+    kept = cast(TensorDictBase, played[rows.to(played.device or "cpu")])
     begins = since[since >= _SKIPPED].eq(_SKIPPED).unsqueeze(1)
     kept.set(IS_INIT, begins.to(kept.device or "cpu"))
 
@@ -226,9 +230,10 @@ def _check_last_states(
 def _check_gradients(check: _Check, played: TensorDictBase) -> Iterator[str]:
     """The outputs of one episode have no gradient to the inputs of the others."""
     rows = _bare(check, played)
-    read = [plain_key(key) for key in check.module.in_keys]
-    entries = [key for key in read if key not in check.first and (value := rows.get(key, None)) is not None
-               and value.is_floating_point()]  # fmt: skip
+    in_keys = cast(Any, check.module.in_keys)
+    read = [plain_key(key) for key in in_keys]
+    given = [key for key in read if key not in check.first and rows.get(key, None) is not None]
+    entries = [key for key in given if require(rows, key).is_floating_point()]
     columns = [require(rows, key).detach().clone().requires_grad_() for key in entries]
     for key, column in zip(entries, columns, strict=True):
         rows.set(key, column)

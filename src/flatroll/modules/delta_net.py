@@ -124,6 +124,7 @@ class DeltaNetModule(StatefulModule):
     @override
     def over_runs(self, rows: Tensor, stored: States, starts: Tensor) -> tuple[Tensor, States]:
         starts = starts.cpu()
+        last = starts.new_empty(0, dtype=torch.int64)
         finals: list[Tensor] = []
         for layer in range(self.num_layers):
             row = self._enter(layer, rows)
