@@ -5,14 +5,13 @@ into fragments if trajectories are tracked, and leaves the columns that the stor
 """
 
 from abc import ABC, abstractmethod
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from typing_extensions import override
 
 from flatroll.buffers.columns.column import Column, Columns
 from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
-from flatroll.buffers.index.ring import Array
 from flatroll.buffers.storages.column_facts import ColumnFacts
 from flatroll.buffers.storages.continuity import (
     check_followed,
@@ -34,12 +33,14 @@ class ArrangedStorage(Protocol):
         lanes: sizes of the batch dimensions after the first.
         columns: the stored entries by key; empty before the first batch.
         not_compared: root keys whose next values need not be those of the following rows.
+        known: what is known of the columns; None before the first batch.
         pool: compact storage: the next observations that no row holds; None before the first batch.
     """
 
     lanes: torch.Size
     columns: dict[NestedKey, Column]
     not_compared: set[NestedKey]
+    known: ColumnFacts | None
     pool: NextPool | None
 
     def match_columns(self, rows: Rows, structure: Structure) -> None:
@@ -56,6 +57,22 @@ class ArrangedStorage(Protocol):
         ...
 
 
+class Arriving(NamedTuple):
+    """What a batch is, besides its columns.
+
+    Attributes:
+        structure: its kind.
+        keys: markers by which to find its fragments; None where nothing follows trajectories.
+        final: the next observations that came apart from it, checked.
+        skip: number of its rows that were left out before the others.
+    """
+
+    structure: Structure
+    keys: BoundaryKeys | None
+    final: Final | None
+    skip: int
+
+
 class Arrangement(ABC):
     """Lays out the batches of a storage in one way. The methods change ``rows``.
 
@@ -66,42 +83,15 @@ class Arrangement(ABC):
     tracks: bool = True
 
     @abstractmethod
-    def lay_out_known(
-        self,
-        storage: ArrangedStorage,
-        facts: ColumnFacts,
-        rows: Rows,
-        keys: BoundaryKeys | None,
-        addresses: Array,
-    ) -> None:
+    def lay_out_known(self, storage: ArrangedStorage, rows: Rows, keys: BoundaryKeys | None) -> None:
         """Lay out a batch of the stored rows' form, all of which one call copies. Most batches are such.
 
-        Args:
-            storage: the storage.
-            facts: what is known of its columns.
-            rows: the batch.
-            keys: markers by which to find the fragments.
-            addresses: of the batch's columns, in the order of ``facts.arriving``, int64.
+        ``rows.source`` has the addresses of its columns, in the order of the storage's ``known.arriving``.
         """
 
     @abstractmethod
-    def lay_out(
-        self,
-        storage: ArrangedStorage,
-        rows: Rows,
-        structure: Structure,
-        keys: BoundaryKeys | None,
-        final: Final | None,
-        skip: int,
-    ) -> None:
-        """Check and lay out any batch; the first one allocates.
-
-        Args:
-            storage, rows, keys: as in :meth:`lay_out_known`.
-            structure: the kind of the batch.
-            final: the next observations that came apart from the batch, checked.
-            skip: number of rows of the batch that were left out before these.
-        """
+    def lay_out(self, storage: ArrangedStorage, rows: Rows, batch: Arriving) -> None:
+        """Check and lay out any ``batch``, whose columns are those of ``rows``; the first one allocates."""
 
 
 class Unordered(Arrangement):
@@ -110,97 +100,59 @@ class Unordered(Arrangement):
     tracks = False
 
     @override
-    def lay_out_known(
-        self,
-        storage: ArrangedStorage,
-        facts: ColumnFacts,
-        rows: Rows,
-        keys: BoundaryKeys | None,
-        addresses: Array,
-    ) -> None:
-        rows.source = addresses
+    def lay_out_known(self, storage: ArrangedStorage, rows: Rows, keys: BoundaryKeys | None) -> None:
+        pass  # its columns are those of the storage
 
     @override
-    def lay_out(
-        self,
-        storage: ArrangedStorage,
-        rows: Rows,
-        structure: Structure,
-        keys: BoundaryKeys | None,
-        final: Final | None,
-        skip: int,
-    ) -> None:
-        _add_final(rows, final)
-        storage.match_columns(rows, structure)
+    def lay_out(self, storage: ArrangedStorage, rows: Rows, batch: Arriving) -> None:
+        _add_final(rows, batch.final)
+        storage.match_columns(rows, batch.structure)
 
 
 class Tracked(Arrangement):
     """Fragments of trajectories; every row holds its next observation."""
 
     @override
-    def lay_out_known(
-        self,
-        storage: ArrangedStorage,
-        facts: ColumnFacts,
-        rows: Rows,
-        keys: BoundaryKeys | None,
-        addresses: Array,
-    ) -> None:
-        assert keys is not None
-        rows.source = addresses
-        marked = rows.columns
-        if storage.lanes:
-            marked = _mark_lanes(storage, rows, keys)
+    def lay_out_known(self, storage: ArrangedStorage, rows: Rows, keys: BoundaryKeys | None) -> None:
+        facts = storage.known
+        assert keys is not None and facts is not None
 
-        rows.fragments = Fragments.read(marked, keys)
+        rows.fragments = Fragments.read(_mark_lanes(storage, rows, keys), keys)
         if not keys.in_order:
             return
-        compared = facts.compared
-        if compared is None or compared.not_compared != len(storage.not_compared):
+        compared = facts.compared_without(storage.not_compared)
+        if compared is None:
             check_followed(rows.columns, rows.fragments, storage.keys_compared_in(rows.columns, None))
         else:
-            check_followed(rows.columns, rows.fragments, compared, addresses)
+            check_followed(rows.columns, rows.fragments, compared, rows.source)
 
     @override
-    def lay_out(
-        self,
-        storage: ArrangedStorage,
-        rows: Rows,
-        structure: Structure,
-        keys: BoundaryKeys | None,
-        final: Final | None,
-        skip: int,
-    ) -> None:
+    def lay_out(self, storage: ArrangedStorage, rows: Rows, batch: Arriving) -> None:
+        keys = batch.keys
         assert keys is not None
-        _add_final(rows, final)
+        _add_final(rows, batch.final)
 
         rows.fragments = Fragments.read(_mark_lanes(storage, rows, keys), keys)
         if keys.in_order:
             compared = storage.keys_compared_in(rows.columns, None)
-            check_followed(rows.columns, rows.fragments, compared, skip=skip)
+            check_followed(rows.columns, rows.fragments, compared, skip=batch.skip)
 
-        storage.match_columns(rows, structure)
+        storage.match_columns(rows, batch.structure)
 
 
 class Compact(Arrangement):
     """Fragments of trajectories with each observation once, but for the next observations of their last rows."""
 
     @override
-    def lay_out_known(
-        self,
-        storage: ArrangedStorage,
-        facts: ColumnFacts,
-        rows: Rows,
-        keys: BoundaryKeys | None,
-        addresses: Array,
-    ) -> None:
+    def lay_out_known(self, storage: ArrangedStorage, rows: Rows, keys: BoundaryKeys | None) -> None:
         pool = storage.pool
-        assert pool is not None and keys is not None
+        facts = storage.known
+        addresses = rows.source
+        assert keys is not None and pool is not None and facts is not None and addresses is not None
         columns = rows.columns
-        marked = columns
-        if storage.lanes:
-            marked = _mark_lanes(storage, rows, keys)
+        marked = _mark_lanes(storage, rows, keys)
 
+        # The addresses of the next observations come after those of the columns that the storage keeps.
         stored = len(storage.columns)
         rows.source = addresses[:stored]
         pairs = (rows.source[facts.now], addresses[stored:], pool.row_bytes)
@@ -209,8 +161,8 @@ class Compact(Arrangement):
         rows.tails = pool.tails(columns, None, fragments.lasts)
 
         if keys.in_order:
-            compared = facts.compared
-            if compared is None or compared.not_compared != len(storage.not_compared):
+            compared = facts.compared_without(storage.not_compared)
+            if compared is None:
                 check_tails(columns, fragments, storage.keys_compared_in(columns, pool), rows.tails)
             else:
                 check_tails(columns, fragments, compared.keys, rows.tails)
@@ -218,15 +170,9 @@ class Compact(Arrangement):
         rows.columns = {key: columns[key] for key in storage.columns}
 
     @override
-    def lay_out(
-        self,
-        storage: ArrangedStorage,
-        rows: Rows,
-        structure: Structure,
-        keys: BoundaryKeys | None,
-        final: Final | None,
-        skip: int,
-    ) -> None:
+    def lay_out(self, storage: ArrangedStorage, rows: Rows, batch: Arriving) -> None:
+        keys = batch.keys
+        final = batch.final
         assert keys is not None
         columns = rows.columns
         marked = _mark_lanes(storage, rows, keys)
@@ -240,9 +186,9 @@ class Compact(Arrangement):
         rows.fragments = fragments
         rows.tails = pool.tails(columns, final, fragments.lasts)
         if keys.in_order:
-            check_tails(columns, fragments, storage.keys_compared_in(columns, pool), rows.tails, skip)
+            check_tails(columns, fragments, storage.keys_compared_in(columns, pool), rows.tails, batch.skip)
 
-        storage.match_columns(rows, structure)
+        storage.match_columns(rows, batch.structure)
         if storage.pool is None:
             storage.use_pool(pool)
 

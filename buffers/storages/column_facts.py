@@ -1,6 +1,6 @@
 """What a storage knows of its columns while their memory does not move."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -59,3 +59,10 @@ class ColumnFacts:
             later = {name: columns[key] for key, name in pool.next_keys.items()}
             self.arriving = plain_columns({**columns, **later})
             self.now = np.array([list(columns).index(key) for key in pool.pairs], np.int64)
+
+    def compared_without(self, not_compared: Collection[NestedKey]) -> Compared | None:
+        """Return what is compared, or None if it is not known since the keys in ``not_compared`` were left out."""
+        compared = self.compared
+        if compared is None or compared.not_compared != len(not_compared):
+            return None
+        return compared

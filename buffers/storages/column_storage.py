@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,13 @@ from flatroll.buffers.index.fragments import BoundaryKeys
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.buffers.index.saved_tables import damaged
 from flatroll.buffers.index.trajectory_index import NOTHING, TrajectoryIndex
-from flatroll.buffers.storages.arrangements import Arrangement, Compact, Tracked, Unordered
+from flatroll.buffers.storages.arrangements import (
+    Arrangement,
+    Arriving,
+    Compact,
+    Tracked,
+    Unordered,
+)
 from flatroll.buffers.storages.column_facts import ColumnFacts
 from flatroll.buffers.storages.continuity import (
     Compared,
@@ -45,9 +51,6 @@ from flatroll.layout.checks import check_flags, check_usable_device, check_whole
 from flatroll.layout.final import Final, check_final, read_final
 from flatroll.layout.keys import NestedKey, next_key, without_next
 from flatroll.layout.transfers import upload
-
-if TYPE_CHECKING:
-    pass
 
 
 class ColumnStorage(Storage):
@@ -198,7 +201,8 @@ class ColumnStorage(Storage):
         if facts.arriving is not None and final is None and rows.count <= self.max_size:
             addresses = facts.arriving.find(columns, rows.count)
             if addresses is not None and len(addresses) == len(columns):
-                arrangement.lay_out_known(self, facts, rows, keys, addresses)
+                rows.source = addresses
+                arrangement.lay_out_known(self, rows, keys)
                 self.arrangement = arrangement
                 return rows
 
@@ -217,7 +221,7 @@ class ColumnStorage(Storage):
             rows.columns = {key: column[skip:] for key, column in columns.items()}
             rows.count -= skip
 
-        arrangement.lay_out(self, rows, structure, keys, given, skip)
+        arrangement.lay_out(self, rows, Arriving(structure, keys, given, skip))
         self.arrangement = arrangement
         return rows
 
@@ -233,9 +237,10 @@ class ColumnStorage(Storage):
 
     def keys_compared_in(self, columns: Columns, pool: NextPool | None) -> tuple[NestedKey, ...]:
         """Return the root keys in a batch's ``columns`` by which a row is known to follow another."""
-        compared = None if self.known is None else self.known.compared
-        if compared is not None and compared.not_compared == len(self.not_compared):
-            return compared.keys
+        if self.known is not None:
+            compared = self.known.compared_without(self.not_compared)
+            if compared is not None:
+                return compared.keys
 
         if pool is not None:
             columns = {name: columns[key] for key in pool.pairs for name in (key, next_key(key))}
@@ -332,8 +337,8 @@ class ColumnStorage(Storage):
         known = self.known or self._find_facts()
         source = rows.source
         pool = self.pool
-        compared = known.compared
-        if compared is None or compared.not_compared != len(self.not_compared):
+        compared = known.compared_without(self.not_compared)
+        if compared is None:
             compared = Compared.of(self, pool, known.host)
             known.compared = compared
 

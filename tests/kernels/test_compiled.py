@@ -5,6 +5,7 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import interpreters
@@ -64,6 +65,19 @@ def test_no_process_finds_the_machine_code_of_other_types(
     found = {key: third.load(key) for key in ("int", "float")}
     assert found["int"] in ("code for int", None) and found["float"] in ("code for float", None)
     assert any(found.values())
+
+
+@pytest.mark.parametrize("missing", ["_cache_file", "_source_stamp", "_cache_path", "_index_name"])
+def test_other_files_of_numba_stay_as_they_are(missing: str) -> None:
+    """A later version may keep its machine code in another way."""
+    attributes = {"_source_stamp": 1, "_cache_path": "here", "_index_name": "twice.nbi"}
+    numbered = SimpleNamespace(**{name: value for name, value in attributes.items() if name != missing})
+    cache = SimpleNamespace()
+    if missing != "_cache_file":
+        cache._cache_file = numbered
+
+    kept._CacheFiles.take_place(SimpleNamespace(_cache=cache))
+    assert getattr(cache, "_cache_file", None) in (numbered, None)
 
 
 def test_no_kernel_has_more_than_eight_parameters() -> None:

@@ -59,17 +59,25 @@ class _CacheFiles(IndexDataCacheFile):
     signature that it leaves out is compiled again.
     """
 
+    #: Methods of Numba's class that are used here.
+    USED = ("_dump", "_data_name", "_save_data", "_load_index", "_save_index")
+    #: Attributes of its objects.
+    READ = ("_index_name", "_cache_path", "_source_stamp")
+
     def __init__(self, numbered: Any) -> None:
         """Take the place of Numba's own."""
         base = numbered._index_name.removesuffix(".nbi")
         super().__init__(numbered._cache_path, base, numbered._source_stamp)  # type: ignore[no-untyped-call]
 
     @classmethod
-    def takes_place(cls) -> bool:
-        """Return whether this version of Numba has the methods that are used here; else its own files are used."""
-        return all(
-            hasattr(cls, name) for name in ("_dump", "_data_name", "_save_data", "_load_index", "_save_index")
-        )
+    def take_place(cls, kernel: Any) -> None:
+        """Replace the files of ``kernel``'s cache, unless this version of Numba keeps them in another way."""
+        cache: Any = getattr(kernel, "_cache", None)
+        numbered = getattr(cache, "_cache_file", None)
+        has_methods = all(hasattr(cls, name) for name in cls.USED)
+        has_attributes = all(hasattr(numbered, name) for name in cls.READ)
+        if has_methods and has_attributes:
+            cache._cache_file = cls(numbered)
 
     def save(self, key: Any, data: Any) -> None:
         """Save the machine code of the signature ``key``."""
@@ -112,9 +120,7 @@ def compiled(**options: Any) -> Callable[[Any], Any]:
         except RuntimeError:  # no writable cache directory: each process compiles for itself
             kernel = numba.njit(**options)(function)
         else:
-            if _CacheFiles.takes_place():
-                cache: Any = vars(kernel)["_cache"]
-                cache._cache_file = _CacheFiles(cache._cache_file)
+            _CacheFiles.take_place(kernel)
         function.__qualname__ = name
         kernel.__qualname__ = name
 
