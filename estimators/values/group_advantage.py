@@ -15,6 +15,7 @@ from flatroll.layout.keys import (
     IS_INIT,
     MASK,
     REWARD,
+    STEP_COUNT,
     TRAJ_IDS,
     NestedKey,
     flat_column,
@@ -44,12 +45,13 @@ class GroupAdvantage(TensorDictModuleBase):
         is_init_key, done_key, traj_key: the markers, see :func:`flatroll.layout.run_ends`.
 
     Rows of padding belong to no group and get 0. A run that is alone in its group has nothing to be compared with: its
-    advantage is 0, with one warning. Runs must be whole: a cut run has only a part of its rewards.
+    advantage is 0, with one warning. Runs must be whole episodes: a part of one has only a part of its rewards.
 
     Raises:
         KeyError: the batch lacks the group, the reward or all markers.
         TypeError: the group is not an integer column, or the reward not a floating one.
-        ValueError: the rows of a run are of different groups.
+        ValueError: the rows of a run are of different groups; a run does not end with its episode (done), or does not
+            begin with it (``"step_count"``).
 
     >>> from tensordict import TensorDict
     >>> end = torch.tensor([False, True, True, True])
@@ -108,7 +110,7 @@ class GroupAdvantage(TensorDictModuleBase):
         if not reward.is_floating_point():
             raise TypeError(f"batch[{self.reward_key!r}] must be floating, got {reward.dtype}: cast it")
         flat_reward = flat_column(reward, tensordict, self.reward_key).reshape(-1)
-        run, group_of_run = self._read_runs(tensordict)
+        starts, run, group_of_run = self._read_runs(tensordict)
 
         # Sums are of float64: a group's returns may be large and close to each other.
         total = torch.zeros(len(group_of_run), dtype=torch.float64, device=reward.device)
@@ -117,6 +119,7 @@ class GroupAdvantage(TensorDictModuleBase):
         real = torch.ones_like(group_of_run, dtype=torch.bool)
         if mask is not None:
             real = torch.zeros_like(real).index_fill_(0, run[mask.reshape(-1)], True)
+        self._check_whole(tensordict, starts, real)
 
         advantage = torch.zeros_like(total)
         advantage[real] = self._compare(total[real], group_of_run[real])
@@ -124,8 +127,9 @@ class GroupAdvantage(TensorDictModuleBase):
         tensordict.set(self.advantage_key, of_rows.reshape(reward.shape))
         return tensordict
 
-    def _read_runs(self, batch: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """Return the number of each row's run, int64 ``[N]``, and the group of each run, int64 ``[R]``."""
+    def _read_runs(self, batch: TensorDictBase) -> tuple[Tensor, Tensor, Tensor]:
+        """Return whether a run starts at each row, bool ``[N]``, the number of its run, int64 ``[N]``, and the group of
+        each run, int64 ``[R]``."""
         ends = run_ends(batch, is_init_key=self.is_init_key, done_key=self.done_key, traj_key=self.traj_key)
         starts = starts_from(ends).reshape(-1)
         run = starts.cumsum(0) - 1
@@ -144,7 +148,41 @@ class GroupAdvantage(TensorDictModuleBase):
                 f"row {row} is of group {int(group[row])}, but its run began in group {first}: batch"
                 f"[{self.group_key!r}] must be the same in all rows of a run"
             )
-        return run, group_of_run
+        return starts, run, group_of_run
+
+    def _check_whole(self, batch: TensorDictBase, starts: Tensor, real: Tensor) -> None:
+        """Raise ValueError if a run is known to be a part of its episode only.
+
+        Args:
+            batch: ``[*B]``.
+            starts: bool ``[N]``, first rows of runs.
+            real: bool ``[R]``, runs that are not padding.
+        """
+        firsts = starts.nonzero().squeeze(1)
+        lasts = torch.cat([firsts[1:], firsts.new_tensor([len(starts)])]) - 1
+        way_out = (
+            "the sum of its rewards would be that of a part only: collect whole episodes (trajs_per_batch= of a "
+            "Collector), or leave this run out"
+        )
+
+        done = optional_marker(batch, self.done_key)
+        if done is not None:
+            unfinished = real & ~done.reshape(-1)[lasts]
+            if bool(unfinished.any()):
+                row = int(lasts[unfinished][0])
+                raise ValueError(
+                    f"row {row} is the last one of its run, but batch[{self.done_key!r}] is False there; {way_out}"
+                )
+
+        steps = batch.get(STEP_COUNT, None)
+        if steps is not None and steps.numel() == len(starts):
+            late = real & (steps.reshape(-1)[firsts] > 0)
+            if bool(late.any()):
+                row = int(firsts[late][0])
+                count = int(steps.reshape(-1)[row])
+                raise ValueError(
+                    f"row {row} is the first one of its run, but batch[{STEP_COUNT!r}] is {count} there; {way_out}"
+                )
 
     def _compare(self, total: Tensor, group: Tensor) -> Tensor:
         """Return the advantage of each run, float64 ``[R]``, from the sum of its rewards and its group."""

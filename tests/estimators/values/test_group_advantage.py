@@ -140,6 +140,25 @@ def test_a_loss_without_a_critic_reads_it() -> None:
     assert net.module.weight.grad is not None
 
 
+def test_a_part_of_an_episode_is_refused() -> None:
+    """The sum of its rewards is not its return."""
+    estimate = GroupAdvantage()
+    cut = batch_of([2, 3], [0, 0])
+    cut["next", "done"][-1] = False
+    with pytest.raises(ValueError, match=r"row 4 is the last one of its run, but .*'done'.* is False there"):
+        estimate(cut)
+
+    slices = batch_of([2, 3], [0, 0])
+    slices["step_count"] = torch.tensor([0, 1, 7, 8, 9])
+    with pytest.raises(
+        ValueError, match=r"row 2 is the first one of its run, but .*'step_count'.* is 7 there"
+    ):
+        estimate(slices)
+
+    slices["step_count"] = torch.tensor([[0], [1], [0], [1], [2]])
+    assert "advantage" in estimate(slices)
+
+
 def test_what_it_refuses() -> None:
     batch = batch_of([2, 2], [0, 0])
     estimate = GroupAdvantage()
