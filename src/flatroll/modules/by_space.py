@@ -27,6 +27,7 @@ from typing_extensions import override
 from flatroll.layout.checks import (
     check_choice,
     check_flags,
+    check_key_names,
     check_keys,
     check_number,
     check_options,
@@ -104,6 +105,7 @@ _WAY_OUT = "build the network of tensordict modules, or change the space with a 
 def actor(
     env: SpacedEnv,
     *,
+    in_keys: Sequence[NestedKey] | None = None,
     hidden: Sequence[int] = (64, 64),
     activation: type[nn.Module] = nn.Tanh,
     cnn: Cnn = "small",
@@ -137,6 +139,9 @@ def actor(
     Args:
         env: has Gymnasium's ``single_observation_space`` and ``single_action_space`` (or, of one env,
             ``observation_space`` and ``action_space``).
+        in_keys: the entries of a Dict observation that the network reads, in this order, such as ``["policy"]`` or
+            ``[("robot", "joints")]``; the name of a nested Dict stands for all of its entries. A legal-action mask is
+            read besides. Default None: all entries.
         hidden: sizes of the layers between the entries' features and the head; with ``recurrent`` the last one is
             the size of the memory. Default ``(64, 64)``. ``(512,)`` with images is the network of Mnih et al.
         activation: between the layers. Default ``nn.Tanh``.
@@ -162,7 +167,8 @@ def actor(
 
     Raises:
         TypeError: ``env`` has no Gymnasium spaces.
-        ValueError: a space is not supported; ``squash=True`` without finite bounds; the mask's shape does not fit the
+        ValueError: a space is not supported; the observation has no entry of ``in_keys``, or they name one twice or
+            the mask; ``squash=True`` without finite bounds; the mask's shape does not fit the
             action space; ``action_mask=True`` for an action space without choices; when called: a row has no legal
             action (checked on the CPU only).
 
@@ -187,15 +193,16 @@ def actor(
     observation, action = _env_spaces(env)
     masks = _find_masks(observation, action, action_mask)
     in_observation = any(mask.shape is not None for mask in masks.values())
-    trunk = _make_trunk(observation, hidden, activation, cnn, recurrent, norm, drop_mask=in_observation)
+    leaves = _input_leaves(observation, in_keys, without_mask=in_observation)
+    trunk = _make_trunk(observation, leaves, hidden, activation, cnn, recurrent, norm)
 
     parts = trunk.parts
     out_keys: list[Any] = []  # out_keys of the last head
     names: dict[NestedKey, NestedKey] = {}  # part of the action, () of one without parts -> its key
     kinds: dict[NestedKey, type] = {}
     options: dict[NestedKey, dict[str, Any]] = {}
-    leaves = space_leaves(action, (ACTION,))
-    for key, path in leaves:
+    chosen = space_leaves(action, (ACTION,))
+    for key, path in chosen:
         space = find_part(action, path)
         inner = tuple(map(str, path))
         mask = masks.get(path)
@@ -220,7 +227,7 @@ def actor(
         "default_interaction_type": InteractionType.RANDOM,
         "return_log_prob": True,
     }
-    if len(leaves) == 1 and not leaves[0][1]:
+    if len(chosen) == 1 and not chosen[0][1]:
         sampling |= {"distribution_class": kinds[()], "distribution_kwargs": options[()]}
         parts.append(ProbabilisticTensorDictModule(out_keys, [ACTION], **sampling))
     else:
@@ -238,6 +245,7 @@ def actor(
 def critic(
     env: SpacedEnv,
     *,
+    in_keys: Sequence[NestedKey] | None = None,
     hidden: Sequence[int] = (64, 64),
     activation: type[nn.Module] = nn.Tanh,
     cnn: Cnn = "small",
@@ -253,7 +261,8 @@ def critic(
     mask of the action space.
 
     Args:
-        env, hidden, activation, cnn, norm, device: see `flatroll.modules.actor`.
+        env, in_keys, hidden, activation, cnn, norm, device: see `flatroll.modules.actor`. A critic may read entries
+            that its actor does not (privileged observations).
         recurrent: likewise. The critic's state is not stored and starts from zeros at each run of a batch; with
             ``shared=True`` it is the actor's, which is stored.
         actor: an actor of `flatroll.modules.actor` for the same env: its `RunningNorm` modules are shared, so that
@@ -262,7 +271,7 @@ def critic(
             ``hidden``, ``activation``, ``cnn`` and ``recurrent`` have no effect. Default False.
 
     Raises:
-        ValueError: ``shared`` without an ``actor``, or see `flatroll.modules.actor`.
+        ValueError: ``shared`` without an ``actor`` or with ``in_keys``, or see `flatroll.modules.actor`.
 
     >>> import gymnasium as gym
     >>> from tensordict import TensorDict
@@ -279,6 +288,10 @@ def critic(
         raise ValueError(
             "shared=True needs the actor whose body is shared: critic(env, actor=policy, shared=True)"
         )
+    if shared and in_keys is not None:
+        raise ValueError(
+            f"in_keys={in_keys!r} needs a body of the critic's own, but shared=True takes the actor's: leave one out"
+        )
 
     if shared:
         ends = [i for i, part in enumerate(taken) if FEATURES in part.out_keys]
@@ -293,8 +306,9 @@ def critic(
     else:
         options: dict[str, Any] = {"norms": taken, "prefix": "_value", "state": "critic_state"}
         observation, action = _env_spaces(env)
-        drops = bool(_find_masks(observation, action, None, strict=False))
-        trunk = _make_trunk(observation, hidden, activation, cnn, recurrent, norm, drop_mask=drops, **options)
+        has_mask = bool(_find_masks(observation, action, None, strict=False))
+        leaves = _input_leaves(observation, in_keys, without_mask=has_mask)
+        trunk = _make_trunk(observation, leaves, hidden, activation, cnn, recurrent, norm, **options)
 
     return _on_device(TensorDictSequential(*trunk.with_values("state_value", 1)), device)
 
@@ -302,6 +316,7 @@ def critic(
 def q_network(
     env: SpacedEnv,
     *,
+    in_keys: Sequence[NestedKey] | None = None,
     hidden: Sequence[int] = (64, 64),
     activation: type[nn.Module] = nn.ReLU,
     cnn: Cnn = "small",
@@ -319,7 +334,7 @@ def q_network(
     ``"state_action_value"`` ``[*B, 1]``, as `flatroll.estimators.SACLoss` expects.
 
     Args:
-        env, hidden, cnn, recurrent, norm, action_mask, device: see `flatroll.modules.actor`.
+        env, in_keys, hidden, cnn, recurrent, norm, action_mask, device: see `flatroll.modules.actor`.
         activation: default ``nn.ReLU``.
         epsilon: probability of a random legal action while a collector explores; see `EpsilonGreedy`. Default 0.
             `set_epsilon` changes it during training.
@@ -359,16 +374,8 @@ def q_network(
     masks = _find_masks(observation, action, action_mask, strict=not box)
     in_observation = any(mask.shape is not None for mask in masks.values())
     rated = action if box else None
-    trunk = _make_trunk(
-        observation,
-        hidden,
-        activation,
-        cnn,
-        recurrent,
-        norm,
-        drop_mask=in_observation,
-        action=rated,
-    )
+    leaves = _input_leaves(observation, in_keys, without_mask=in_observation)
+    trunk = _make_trunk(observation, leaves, hidden, activation, cnn, recurrent, norm, action=rated)
 
     if box:
         return _on_device(TensorDictSequential(*trunk.with_values("state_action_value", 1)), device)
@@ -792,15 +799,56 @@ class _Trunk(NamedTuple):
         return [*self.parts, TensorDictModule(head, [self.features], [key])]
 
 
+def _input_leaves(
+    observation: Any, in_keys: Sequence[NestedKey] | None, *, without_mask: bool
+) -> list[tuple[NestedKey, tuple[Any, ...]]]:
+    """List the batch key and the path of each entry that a network reads.
+
+    Args:
+        observation: the space.
+        in_keys: see `actor`.
+        without_mask: whether ``"action_mask"`` is no input.
+    """
+    leaves = observation_leaves(observation)
+    if without_mask:
+        leaves = [(key, path) for key, path in leaves if as_tuple(key)[0] != ACTION_MASK]
+    if in_keys is None:
+        return leaves
+
+    names = [key for key, _ in leaves]
+    chosen: list[tuple[NestedKey, tuple[Any, ...]]] = []
+    for wanted in check_key_names("in_keys", in_keys):
+        group = as_tuple(wanted)
+        inside = [leaf for leaf in leaves if as_tuple(leaf[0])[: len(group)] == group]
+        if without_mask and group[0] == ACTION_MASK:
+            raise ValueError(
+                f"in_keys names {wanted!r}, the mask of the actions, which is read besides: leave it out, or pass "
+                "action_mask=False to make it an ordinary input"
+            )
+        if not inside:
+            raise ValueError(
+                f"in_keys names {wanted!r}, which the observation does not have: its entries are {names}"
+            )
+
+        twice = [key for key, _ in inside if any(key == other for other, _ in chosen)]
+        if twice:
+            raise ValueError(f"in_keys names {twice[0]!r} twice, got {list(in_keys)}")
+        chosen += inside
+
+    if not chosen:
+        raise ValueError(f"in_keys must name an entry, got {in_keys!r}: the observation has {names}")
+    return chosen
+
+
 def _make_trunk(
     observation: Any,
+    leaves: Sequence[tuple[NestedKey, tuple[Any, ...]]],
     hidden: Sequence[int],
     activation: type[nn.Module],
     cnn: Cnn,
     recurrent: Recurrent | None,
     norm: bool,
     *,
-    drop_mask: bool,
     action: Any = None,
     norms: Sequence[Any] = (),
     prefix: str = "",
@@ -810,8 +858,8 @@ def _make_trunk(
 
     Args:
         observation: the space.
+        leaves: the entries of it that are read, from `_input_leaves`.
         hidden, activation, cnn, recurrent, norm: see `actor`.
-        drop_mask: whether to exclude the entry "action_mask" of the Dict from the input.
         action: the space of an action that is also an input. Default None: no action.
         norms: modules; a `RunningNorm` among them is used instead of an own one for its entry.
         prefix: of the entries that the parts write.
@@ -830,9 +878,7 @@ def _make_trunk(
     parts: list[Any] = []
     keys: list[Any] = []  # keys that the encoder reads
     seen: list[Any] = []  # the spaces of these keys
-    for key, path in observation_leaves(observation):
-        if drop_mask and as_tuple(key)[0] == ACTION_MASK:
-            continue
+    for key, path in leaves:
         space: Any = find_part(observation, path)
         if 0 in (space.shape or ()):  # a Box of shape (0,) or (3, 0): it tells nothing
             continue
