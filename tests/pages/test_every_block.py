@@ -50,6 +50,7 @@ WITHOUT = {
     ("docs/simulators.md", "mjlab"): "run by tests/simulators/test_mjlab.py",
     ("docs/simulators.md", "mani_skill"): "run by tests/simulators/test_maniskill.py",
     ("docs/simulators.md", "Isaac-Cartpole"): "not run: needs Isaac Lab",
+    ("docs/simulators.md", "in_keys="): "tests/modules/test_in_keys.py collects its like",
     ("docs/simulators.md", "vec_env"): "not run: a VecEnv of the reader's",
     ("docs/workers/ray.md", "with RayCollector("): "not run: needs a cluster; tests/ray runs its like",
     ("docs/workers/ray.md", "buffer.update_priority("): "not run: needs a cluster; tests/ray runs its like",
