@@ -7,8 +7,10 @@ its fields at each call: with four tables a call takes 0.9 µs, with a plain tup
 This module imports numba (half a second): import it inside the function that needs it.
 """
 
+import atexit
 import hashlib
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,24 +32,47 @@ _HASH = hashlib.sha256(b"".join(file.read_bytes() for file in _FILES)).hexdigest
 
 
 class _Notice(event.Listener):
-    """Prints one line to stderr when this process first compiles a kernel instead of loading it from disk."""
+    """Tells, on stderr, when this process first compiles a kernel instead of loading it from disk, and at its end how
+    long all of them took."""
 
     def __init__(self) -> None:
-        self.kernels: set[Any] | None = set()  # None after the line was printed
+        self.kernels: set[Any] = set()
+        self.told = False
+        self.count = 0
+        self.seconds = 0.0
+        self._depth = 0  # a kernel may compile functions that it calls
+        self._begun = 0.0
 
     def on_start(self, event: Any) -> None:
         """Called when Numba begins to compile a function of this or another package."""
-        if self.kernels and event.data["dispatcher"] in self.kernels:
-            self.kernels = None
-            print(
-                "flatroll: compiling kernels that were not used on this machine before (some seconds; "
-                "`flatroll compile` compiles all ahead)",
-                file=sys.stderr,
-                flush=True,
+        if self._depth or event.data["dispatcher"] in self.kernels:
+            self._depth += 1
+        if self._depth != 1:
+            return
+
+        self._begun = time.perf_counter()
+        if not self.told:
+            self.told = True
+            self._tell(
+                "compiling kernels that were not used on this machine before (some seconds; `flatroll compile` "
+                "compiles all ahead)"
             )
+            atexit.register(self._tell_total)
 
     def on_end(self, event: Any) -> None:
         """Called when the compilation has finished."""
+        if not self._depth:
+            return
+        self._depth -= 1
+        if not self._depth:
+            self.count += 1
+            self.seconds += time.perf_counter() - self._begun
+
+    def _tell_total(self) -> None:
+        self._tell(f"compiling took {self.seconds:.1f} s in all (kernels: {self.count})")
+
+    def _tell(self, text: str) -> None:
+        print(f"flatroll: {text}", file=sys.stderr, flush=True)
 
 
 class _CacheFiles(IndexDataCacheFile):
@@ -124,8 +149,7 @@ def compiled(**options: Any) -> Callable[[Any], Any]:
         function.__qualname__ = name
         kernel.__qualname__ = name
 
-        if _notice.kernels is not None:
-            _notice.kernels.add(kernel)
+        _notice.kernels.add(kernel)
         return kernel
 
     return decorate
