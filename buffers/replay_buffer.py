@@ -66,6 +66,7 @@ from flatroll.layout.checks import (
 )
 from flatroll.layout.inspect.text import Facts
 from flatroll.layout.keys import MASK, NestedKey
+from flatroll.layout.profiling import call_in_range, is_profiling
 from flatroll.layout.tensordict_seam import get_entry
 from flatroll.specs import Composite, as_space, make_composite_from_td
 
@@ -265,7 +266,10 @@ class ReplayBuffer(SavesToFolders, Facts):
         if self.storage.ndim > 1:
             data = self.storage.lay_flat(data, self.dim_extend, self.started)
 
-        return self._write(data, final, update_priority is not False)
+        prioritize = update_priority is not False
+        if is_profiling():
+            return call_in_range("extend", self._write, data, final, prioritize)
+        return self._write(data, final, prioritize)
 
     def _as_batch(self, data: Any, final: TensorDictBase | None) -> Any:
         """Return ``data``, which may be anything, as one batch to store, after the transforms' ``inv``."""
@@ -524,11 +528,17 @@ class ReplayBuffer(SavesToFolders, Facts):
 
         # Prefetched samples have the buffer's batch size; other sizes are drawn directly.
         if not (self._prefetcher and (batch_size is None or size == self.sampler.check(self.batch_size))):
-            read, finish = self._draw_sample(size)
-            return finish(read())
+            if is_profiling():
+                return call_in_range("sample", self._sample_now, size)
+            return self._sample_now(size)
 
         made: Made = self._prefetcher.next(partial(self._draw_sample, size))
         return made
+
+    def _sample_now(self, size: int) -> Made:
+        """Draw rows and make the sample in this thread."""
+        read, finish = self._draw_sample(size)
+        return finish(read())
 
     def _draw_sample(self, size: int) -> tuple[Callable[[], Drawn], Callable[[Drawn], Made]]:
         """Draw rows in this thread; return functions to read them and to make the sample, for any thread."""

@@ -20,6 +20,7 @@ from torch.optim.adam import adam
 from flatroll.estimators.losses.base import LossModule, TargetNetUpdater
 from flatroll.layout import checks
 from flatroll.layout.keys import NestedKey, as_tuple
+from flatroll.layout.profiling import call_in_range, is_profiling
 from flatroll.layout.tensordict_seam import get_entry, nest, set_entry
 
 Columns = Mapping[NestedKey, Tensor]
@@ -135,6 +136,8 @@ class UpdateStep:
         columns: Columns = {}
         if self.compiled:
             columns = columns_read_by(self.loss, batch)
+        if is_profiling():
+            return call_in_range("update", self._update, batch, columns)
         return self._update(batch, columns)
 
     def epochs(
@@ -191,7 +194,10 @@ class UpdateStep:
             for some in torch.split(order, minibatch):
                 part = {key: column.index_select(0, some) for key, column in columns.items()}
                 batch = nest(part, len(some), *rows.batch_size[1:], device=device)
-                found.append(self._update(batch, part))
+                if is_profiling():
+                    found.append(call_in_range("update", self._update, batch, part))
+                else:
+                    found.append(self._update(batch, part))
 
         numbers: dict[NestedKey, Tensor] = {
             key: torch.stack([x[key] for x in found])

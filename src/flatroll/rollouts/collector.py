@@ -12,6 +12,7 @@ from torch import nn
 
 from flatroll.layout.checks import SCALED, check_flags, check_seed, warn_of_scales
 from flatroll.layout.inspect.text import Facts
+from flatroll.layout.profiling import call_in_range, is_profiling
 from flatroll.layout.trajectories import mark_cuts, split_trajectories
 from flatroll.layout.transfers import move_batch
 from flatroll.rollouts.arguments import (
@@ -484,8 +485,19 @@ class Collector(Facts):
         if self._options.pre_collect_hook is not None:
             self._options.pre_collect_hook()
         began = perf_counter()
-        runner = self._runner
+        if is_profiling():
+            batch, final, frames = call_in_range("collector", self._fill_window, reset_first)
+        else:
+            batch, final, frames = self._fill_window(reset_first)
 
+        if self._progress:
+            self._bar.show(batch, self._frames, began)
+        self._frames += frames
+        return batch, final
+
+    def _fill_window(self, reset_first: bool) -> tuple[TensorDict, TensorDict | None, int]:
+        """Step until the window is full; return its rows, their ``final`` if compact, and how many they are."""
+        runner = self._runner
         with torch.no_grad():
             if not runner.started:
                 runner.reset(self._first_seed())
@@ -497,11 +509,7 @@ class Collector(Facts):
             mask, reached = runner.window.first_cells(frames)
             batch, final = runner.lay_out(mask, self._compact and self._joiner is None)
             runner.window.restart(reached)
-
-        if self._progress:
-            self._bar.show(batch, self._frames, began)
-        self._frames += frames
-        return batch, final
+        return batch, final, frames
 
     def _first_seed(self) -> int | None:
         """Return the seed of the env's first reset, which in a resumed run must not repeat its first episodes."""

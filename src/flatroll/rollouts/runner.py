@@ -24,6 +24,7 @@ from flatroll.layout.keys import (
     next_key,
     plain_key,
 )
+from flatroll.layout.profiling import call_in_range, is_profiling
 from flatroll.layout.spaces import find_part, mask_form, option_counts
 from flatroll.rollouts.arguments import Devices
 from flatroll.rollouts.batch_columns import DEAD
@@ -365,9 +366,13 @@ class Runner:
 
         stream.lending = self._lending
         try:
-            obs, reward, terminated, truncated, info = self.env.step(action)
+            if is_profiling():
+                stepped = call_in_range("env_step", self.env.step, action)
+            else:
+                stepped = self.env.step(action)
         finally:
             stream.lending = NOTHING_LENT
+        obs, reward, terminated, truncated, info = stepped
 
         # the actions that the env received
         if self._check_actions is None:
@@ -461,7 +466,11 @@ class Runner:
 
         columns.update(self.states)
         columns.update(self.carried)
-        action, written, self.carried = act_in_turn(module, self._exploration, columns)
+        if is_profiling():
+            acted = call_in_range("policy", act_in_turn, module, self._exploration, columns)
+        else:
+            acted = act_in_turn(module, self._exploration, columns)
+        action, written, self.carried = acted
         self.window.put(list(written), list(written.values()))
 
         # The next step starts from the states under ("next", state).
@@ -476,7 +485,11 @@ class Runner:
             obs = torch.from_numpy(obs)
         elif not isinstance(obs, Tensor):
             obs = map_tree(to_torch, obs)
-        return act_in_turn(function, self._exploration, obs, self.stream.first)
+
+        first = self.stream.first
+        if is_profiling():
+            return call_in_range("policy", act_in_turn, function, self._exploration, obs, first)
+        return act_in_turn(function, self._exploration, obs, first)
 
     def _draw_legal(self) -> Tree:
         """Draw the step's random actions, among those that an ``action_mask`` in observation or info allows."""
