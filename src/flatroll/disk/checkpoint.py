@@ -64,6 +64,20 @@ class Stateful(Protocol):
         ...
 
 
+@runtime_checkable
+class Restarts(Protocol):
+    """A collector that can go on as one does that has loaded its state."""
+
+    @property
+    def seeded(self) -> bool:
+        """Whether it seeds its env."""
+        ...
+
+    def restart(self) -> None:
+        """Begin new episodes, whose seeds follow from its state."""
+        ...
+
+
 class Checkpoint:
     """Saves the state of a whole run to a folder, in versions, and loads the newest.
 
@@ -75,7 +89,8 @@ class Checkpoint:
     temperature. The first `save` raises an error if a trained parameter is in none.
 
     A loaded run continues exactly, except for the env: its state is not saved, so a collector resets it, and open
-    trajectories are cut. Save between batches.
+    trajectories are cut. Save between batches. With ``exact=True`` the run that saves begins new episodes, too: then
+    the rows and weights of a run that is killed and loaded are those of one that never stopped.
 
     Args:
         path: the folder; the first save creates it.
@@ -87,10 +102,14 @@ class Checkpoint:
         keep: number of versions kept in the folder, default 2.
         sync: flush to disk before `save` returns, safe from a power loss, default True.
         overwrite: start over in a folder with a version that was not loaded, default False.
+        exact: call ``collector.restart()`` after each save. It needs a `Collector` with a seed, and an env whose
+            episodes follow from the seed of its reset; open trajectories are cut at each save. Default False.
         others: further parts by name, such as ``critic=critic`` or ``scheduler=scheduler``.
 
     Raises:
-        TypeError: a part lacks ``state_dict`` or ``load_state_dict``, or a buffer is given under another name.
+        TypeError: a part lacks ``state_dict`` or ``load_state_dict``, or a buffer is given under another name; with
+            ``exact``, the collector is none that can restart, such as one of workers, whose rows depend on their speed.
+        ValueError: with ``exact``, the collector has no seed, or ``rng`` is False.
 
     >>> import tempfile
     >>> from torch import nn
@@ -114,10 +133,11 @@ class Checkpoint:
         keep: int = 2,
         sync: bool = True,
         overwrite: bool = False,
+        exact: bool = False,
         **others: Stateful | None,
     ) -> None:
         self.path = check_path("path", path).absolute()  # absolute: the working directory may change
-        check_flags(rng=rng, sync=sync, overwrite=overwrite)
+        check_flags(rng=rng, sync=sync, overwrite=overwrite, exact=exact)
 
         self._buffer = buffer
         self._rng = rng
@@ -141,6 +161,10 @@ class Checkpoint:
                 )
             if not isinstance(part, Stateful):
                 raise TypeError(f"{name} has no state_dict and load_state_dict: {type(part).__name__}")
+
+        self._restarting: Restarts | None = None
+        if exact:
+            self._restarting = _check_exact(collector, rng)
 
     def versions(self) -> list[int]:
         """Return the numbers of the versions in the folder, the newest first; empty if there is none to load."""
@@ -177,6 +201,13 @@ class Checkpoint:
 
         generators = _generators() if self._rng else None
         others = {"parts": parts, "rng": generators, "extra": extra}
+        number = self._publish(others)
+        if self._restarting is not None:
+            self._restarting.restart()
+        return number
+
+    def _publish(self, others: Others) -> int:
+        """Write a version with these values and the buffer's new rows; return its number."""
         if self._buffer is not None:
             return self._buffer.save_version(self.path, others, self._options).number
 
@@ -300,6 +331,23 @@ class Checkpoint:
             for name in tried:
                 self._parts[name].load_state_dict(before[name])
             raise
+
+
+def _check_exact(collector: object, rng: bool) -> Restarts:
+    """Return the collector; TypeError or ValueError if a loaded run could not equal one that goes on."""
+    if not isinstance(collector, Restarts):
+        raise TypeError(
+            "exact=True needs collector=, a Collector that steps its env in this process, got "
+            f"{type(collector).__name__}: leave exact out"
+        )
+    if not collector.seeded:
+        raise ValueError(
+            "exact=True needs a collector with a seed, from which the episodes after a save follow: pass "
+            "Collector(..., seed=...)"
+        )
+    if not rng:
+        raise ValueError("exact=True needs the random generators: leave rng=False out")
+    return collector
 
 
 def _check_trained(parts: Mapping[str, Stateful], states: Mapping[str, Any]) -> None:

@@ -320,6 +320,28 @@ class Collector(Facts):
         if self._joiner is not None:
             self._joiner.drop_open()
 
+    @property
+    def seeded(self) -> bool:
+        """Whether it seeds its env."""
+        return self._seed is not None
+
+    def restart(self) -> None:
+        """Begin new episodes at the next batch, as a collector does that has loaded this one's `state_dict`.
+
+        With ``seed=``, both seed them alike, so the rows of a run that goes on are those of one that was stopped here.
+        Open trajectories are cut, rows not yet yielded are dropped. `flatroll.disk.Checkpoint(exact=True)` calls it
+        after each save.
+
+        >>> import gymnasium as gym
+        >>> one, other = (Collector(gym.make("CartPole-v1"), frames_per_batch=5, seed=0) for _ in range(2))
+        >>> _ = next(one)
+        >>> other.load_state_dict(one.state_dict())
+        >>> one.restart()
+        >>> torch.equal(next(one)["observation"], next(other)["observation"])
+        True
+        """
+        self.load_state_dict(self.state_dict())
+
     def set_seed(self, seed: int) -> int:
         """Seed the random actions and the env; the env is reset before the next batch (see `reset`).
 

@@ -1,0 +1,143 @@
+"""A run that is stopped and loaded has the rows and weights of one that never stopped."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import pytest
+import torch
+from forms import is_long
+
+from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
+from flatroll.disk import Checkpoint
+from flatroll.estimators import DQNLoss, SoftUpdate, update_step
+from flatroll.modules import q_network, set_epsilon, update_norms
+from flatroll.rollouts import Collector, MultiCollector
+
+UPDATES = 6
+
+
+class Run:
+    """DQN on CartPole with slices of a compact buffer; a checkpoint after every other batch."""
+
+    def __init__(self, path: Path, *, seed: int = 0, recurrent: Any = None) -> None:
+        torch.manual_seed(seed)
+        env = gym.make_vec("CartPole-v1", num_envs=2)
+        self.policy = q_network(env, hidden=(16,), recurrent=recurrent)
+        set_epsilon(self.policy, 0.3)
+        loss = DQNLoss(self.policy, delay_value=True)
+        self.step = update_step(
+            loss, torch.optim.Adam(loss.parameters(), lr=0.01), updater=SoftUpdate(loss, tau=0.1)
+        )
+        self.collector = Collector(env, self.policy, frames_per_batch=32, init_random_frames=32, seed=0)
+        self.buffer = ReplayBuffer(
+            storage=LazyTensorStorage(160, compact_obs=True), sampler=SliceSampler(slice_len=4), batch_size=16
+        )
+        self.checkpoint = Checkpoint(
+            path,
+            buffer=self.buffer,
+            collector=self.collector,
+            loss=loss,
+            optimizer=self.step.optimizer,
+            exact=True,
+        )
+
+    def go_on(self, updates: int = UPDATES) -> None:
+        """Up to this number of batches, from where the newest checkpoint is."""
+        first = 0
+        if self.checkpoint.versions():
+            first = int(self.checkpoint.load()["batch"])
+        for batch in range(first, updates):
+            rows = next(self.collector)
+            update_norms(self.policy, rows)
+            self.buffer.extend(rows)
+            for _ in range(3):
+                self.step(self.buffer.sample())
+            if batch % 2:
+                self.checkpoint.save(batch=batch + 1)
+
+    def result(self) -> tuple[Any, torch.Tensor]:
+        """All rows, and all weights."""
+        weights = torch.nn.utils.parameters_to_vector(self.step.loss.parameters())
+        return self.buffer.oldest_first(), weights.detach()
+
+
+def assert_equal(one: tuple[Any, torch.Tensor], other: tuple[Any, torch.Tensor]) -> None:
+    assert len(one[0]) == len(other[0]) > 0
+    assert (one[0] == other[0]).all()
+    assert torch.equal(one[1], other[1])
+
+
+@pytest.mark.parametrize("recurrent", [None, "gru"])
+def test_a_run_in_pieces_equals_one_that_never_stopped(recurrent: Any, tmp_path: Path) -> None:
+    whole = Run(tmp_path / "whole", recurrent=recurrent)
+    whole.go_on()
+    for updates in (2, 3, 5, UPDATES):  # 3 and 5 end between two checkpoints: their last batch is lost
+        piece = Run(tmp_path / "pieces", seed=7 + updates if updates > 2 else 0, recurrent=recurrent)
+        piece.go_on(updates)
+    assert_equal(piece.result(), whole.result())
+
+    # The buffer holds batches 1 to 5, oldest first; episodes begin anew after the saves behind batches 1 and 3.
+    is_init = whole.buffer.oldest_first()["is_init"]
+    assert is_init[32].all() and is_init[3 * 32].all()
+
+
+def test_without_exact_the_episodes_differ(tmp_path: Path) -> None:
+    """The env of the run that goes on is in the middle of an episode."""
+    whole, piece = (Run(tmp_path / name) for name in ("whole", "pieces"))
+    for run in (whole, piece):
+        run.checkpoint._restarting = None
+    whole.go_on()
+    piece.go_on(2)
+    piece.go_on()
+    piece.collector.restart()
+    piece.go_on()
+    assert not torch.equal(piece.result()[1], whole.result()[1])
+
+
+def test_what_cannot_be_exact_is_refused(tmp_path: Path) -> None:
+    env = gym.make_vec("CartPole-v1", num_envs=2)
+    with pytest.raises(TypeError, match=r"exact=True needs collector=, a Collector .*, got NoneType"):
+        Checkpoint(tmp_path, policy=torch.nn.Linear(1, 1), exact=True)
+    with pytest.raises(ValueError, match="needs a collector with a seed"):
+        Checkpoint(tmp_path, collector=Collector(env, frames_per_batch=8), exact=True)
+    with pytest.raises(ValueError, match="needs the random generators: leave rng=False out"):
+        Checkpoint(tmp_path, collector=Collector(env, frames_per_batch=8, seed=0), exact=True, rng=False)
+    assert not hasattr(MultiCollector, "restart")
+
+
+def test_killed_at_random_moments(tmp_path: Path) -> None:
+    """With kill -9; two kills, in the long form ten."""
+    kills = 10 if is_long() else 2
+    updates = 4 * kills
+    command = [sys.executable, __file__, str(tmp_path / "killed"), str(updates)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    moments = random.Random(0)
+    for _ in range(kills):
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        process.stdout.readline()  # it has begun to train
+        try:
+            process.wait(moments.uniform(0.0, 0.3))
+        except subprocess.TimeoutExpired:
+            process.kill()
+        process.communicate()
+        assert process.returncode in (0, -signal.SIGKILL)
+
+    killed = Run(tmp_path / "killed")
+    killed.go_on(updates)
+    whole = Run(tmp_path / "whole")
+    whole.go_on(updates)
+    assert_equal(killed.result(), whole.result())
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    run = Run(Path(sys.argv[1]))
+    print("begun", flush=True)
+    run.go_on(int(sys.argv[2]))
