@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -192,7 +192,8 @@ def share_prompts(wanted: Wanted, costs: Costs) -> list[Unit]:
         if prompt and len(texts) > 1:
             sizes = [len(texts), *(size for size in ANSWERS if size < len(texts)), 1]
             best = min(
-                sizes, key=lambda size: sum(costs.of_tree(prompt, own[part]) for part in _parts(len(own), size))
+                sizes,
+                key=lambda size: sum(costs.of_tree(prompt, own[part]) for part in _parts(len(own), size)),
             )
 
         for part in _parts(len(texts), best):
@@ -326,7 +327,7 @@ def _parts(count: int, most: int) -> list[slice]:
     """Cut ``count`` things into parts of at most ``most``, as equal as can be."""
     parts = -(-count // most)
     bounds = [count * part // parts for part in range(parts + 1)]
-    return [slice(*pair) for pair in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [slice(*pair) for pair in pairwise(bounds)]
 
 
 def size_of(config: Any, name: str, default: int) -> int:

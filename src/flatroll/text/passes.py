@@ -55,11 +55,7 @@ class Passes:
     def __init__(self, model: nn.Module, row_length: int | None = None) -> None:
         self.model = model
         self.row_length = row_length
-        accepted = signature(model.forward).parameters
-        self._accepted = frozenset(accepted)
-        self._takes_positions = "position_ids" in accepted or any(
-            entry.kind is entry.VAR_KEYWORD for entry in accepted.values()
-        )
+        self._accepted = frozenset(signature(model.forward).parameters)
         self._config = getattr(model, "config", None)
         self._outputs = size_of(self._config, "vocab_size", 1)
         # By form, and by whether rows are longer than the model's positions.
@@ -91,41 +87,38 @@ class Passes:
         self._check_lengths(wanted)
         batches = self._plan(wanted, texts)
         layouts = [lay_out(batch, wanted) for batch in batches]
-        if len(batches) == 1:
-            order = None
-            shares = [torch.arange(len(text), device=text.device)]
-        else:
-            batch_of = text.new_empty(len(texts.head))
-            for index, layout in enumerate(layouts):
-                batch_of[text.new_tensor(layout.text)] = index
-            row_batch = batch_of[text]
-            order = row_batch.argsort(stable=True)
-            shares = list(order.split(row_batch.bincount(minlength=len(batches)).tolist()))
+        shares = _shares(layouts, text, len(texts.head))
 
-        results = []
+        parts = []
+        index = torch.empty_like(text)  # of each row's result among those of all batches
+        before = 0
         for batch, layout, share in zip(batches, layouts, shares, strict=True):
             output = self._run(batch, layout, self._form(batch, texts), wanted, texts.tokens)
-            index = _places(layout, len(texts.head), text[share], length[share]).to(output.device)
-            rows = output.index_select(0, index)
-            results.append(rows if read is None else read(rows, share))
+            places = _places(layout, len(texts.head), text[share], length[share])
+            if read is not None:
+                output = read(output.index_select(0, places.to(output.device)), share)
+                places = torch.arange(len(share), device=text.device)
+            parts.append(output)
+            index[share] = places + before
+            before += len(output)
 
-        if order is None:
-            return results[0]
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=order.device)
-        return torch.cat(results).index_select(0, back.to(results[0].device))
+        if len(parts) == 1:
+            result = parts[0]
+        else:
+            result = torch.cat(parts)
+        return result.index_select(0, index.to(result.device))
 
     def _of_nothing(self, text: Tensor, read: Callable[[Tensor, Tensor], Tensor] | None) -> Tensor:
         """Outputs ``[0, F]``."""
-        nothing = text.new_zeros(0, 1)
-        output: Tensor = self.model(input_ids=nothing, attention_mask=nothing).logits[:, -1]
+        one = text.new_zeros(1, 1)
+        output: Tensor = self.model(input_ids=one, attention_mask=torch.ones_like(one)).logits[0, :0]
         return output if read is None else read(output, text)
 
     def _plan(self, wanted: Wanted, texts: Texts) -> list[Batch]:
         """The batches that cost least of those that the model runs rightly."""
         row_length = self.row_length
-        trees = self._takes_positions and not self._has_windows
-        packs = self._takes_positions
+        trees = not self._has_windows
+        packs = True
         if self._takes_cumulative_lengths:
             trees = False  # its kernels take no mask of single tokens
             if row_length is None:
@@ -165,7 +158,9 @@ class Passes:
             if verdict:
                 return form
             if verdict is None:
-                return None  # to be asked again at the next pass, when the model may have learned to look back
+                return (
+                    None  # to be asked again at the next pass, when the model may have learned to look back
+                )
 
         if not self._warned:
             self._warned = True
@@ -241,9 +236,7 @@ class Passes:
         batch = Batch([[Unit(wanted.length[text], 0, [text])]], wanted.length[text])
         return self._run(batch, lay_out(batch, wanted), None, wanted, tokens)[-1:]
 
-    def _run(
-        self, batch: Batch, layout: Layout, form: Form | None, wanted: Wanted, tokens: Tensor
-    ) -> Tensor:
+    def _run(self, batch: Batch, layout: Layout, form: Form | None, wanted: Wanted, tokens: Tensor) -> Tensor:
         """Outputs ``[n, F]`` at the kept columns of a batch, row after row."""
         device = next((some.device for some in self.model.parameters()), tokens.device)
         columns = [torch.from_numpy(column) for column in fill(batch, wanted)]
@@ -288,7 +281,9 @@ class Passes:
         seen = (own | prompt).tril_().unsqueeze(1)
         if as_bool:
             return seen
-        dtype = next((some.dtype for some in self.model.parameters() if some.is_floating_point()), torch.float32)
+        dtype = next(
+            (some.dtype for some in self.model.parameters() if some.is_floating_point()), torch.float32
+        )
         return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
 
     @property
@@ -355,6 +350,18 @@ def _wanted(texts: Texts, text: Tensor, length: Tensor) -> Wanted:
     most.scatter_reduce_(0, text, length, "amax")
     places = (place.to(length.device) for place in (texts.head, texts.shared, texts.start))
     return Wanted(*torch.stack([*places, first, most]).tolist())
+
+
+def _shares(layouts: list[Layout], text: Tensor, count: int) -> list[Tensor]:
+    """Indices of the rows whose texts are in each batch, of ``count`` texts in all."""
+    if len(layouts) == 1:
+        return [torch.arange(len(text), device=text.device)]
+    batch = text.new_empty(count)
+    for number, layout in enumerate(layouts):
+        batch[text.new_tensor(layout.text)] = number
+    batch_of_row = batch[text]
+    counts = batch_of_row.bincount(minlength=len(layouts)).tolist()
+    return list(torch.split(batch_of_row.argsort(stable=True), counts))
 
 
 def _places(layout: Layout, count: int, text: Tensor, length: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from flatroll.layout.checks import (
 from flatroll.layout.keys import ID_BITS
 from flatroll.text.data import PromptData
 from flatroll.text.kl import KLControllerBase, KLEstimator, kl_estimate
+from flatroll.text.passes import Passes, evaluating, most_positions, noted
 from flatroll.text.sampling import (
     CachedSteps,
     check_config,
@@ -30,7 +31,6 @@ from flatroll.text.sampling import (
     sample_tokens,
     token_log_probs,
 )
-from flatroll.text.passes import Passes, evaluating, most_positions, noted
 from flatroll.text.sequences import Sequences
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from flatroll.text.passes import REFUSALS, Passes, evaluating
+from flatroll.text.passes import REFUSALS, Passes
 from flatroll.text.sequences import Sequences
 
 #: Entries of a generation config that never change the model's distribution.
@@ -70,8 +70,8 @@ class CachedSteps:
     def first(self, tokens: Tensor, mask: Tensor, position: Tensor) -> tuple[Tensor, tuple[str, Any]]:
         """Logits ``[B, V]`` behind the texts ``[B, L]``, and the cache. Equal texts are run once."""
         real = tokens.where(mask.bool(), -1)
-        distinct, index = real.unique(dim=0, return_inverse=True)
-        if len(distinct) == len(tokens) or not self._can_copy(tokens, mask, position):
+        distinct, index = torch.unique(real, dim=0, return_inverse=True)
+        if len(distinct) == len(tokens) or not self._can_copy(tokens, mask):
             return self._run(tokens, mask, position)
 
         # One row of each kind: which of equal ones does not matter.
@@ -91,27 +91,27 @@ class CachedSteps:
             self._compared = True
         return logits, after
 
-    def _can_copy(self, tokens: Tensor, mask: Tensor, position: Tensor) -> bool:
-        """Whether rows of the model's cache may be copied to other rows, tried once on the first and last row."""
+    def _can_copy(self, tokens: Tensor, mask: Tensor) -> bool:
+        """Whether rows of the model's cache may be copied to other rows, tried once, with two short texts."""
         if self._copies is None:
-            ends = [0, len(tokens) - 1]
-            both = (tokens[ends], mask[ends], position[ends])
-            index = torch.tensor([0, 1, 0], device=tokens.device)
-            longer = [
-                torch.cat([column[index], after.unsqueeze(1)], 1)
-                for column, after in zip(
-                    both, (both[0][index, -1], both[1].new_ones(3), both[2][index, -1] + 1), strict=True
-                )
-            ]
-            _, cache = self._run(*both)
+            text = tokens[-1:, -16:]
+            other = (text - 1).where(text > 0, 1)
+            index = torch.tensor([1, 0, 1], device=tokens.device)
+            short = torch.cat([text, other])
+            real = mask[-1:, -16:].expand(2, -1)
+            longer = torch.cat([short, short[:, -1:]], 1)[index]
+            after = torch.cat([real, torch.ones_like(real[:, :1])], 1)[index]
+            place = (after.cumsum(1) - 1).clamp(min=0)
+            last = (longer[:, -1:], after, place[:, -1:])
+
+            _, whole = self._run(longer[:, :-1], after[:, :-1], place[:, :-1])
+            expected, _ = self._run(*last, whole)
+            _, cache = self._run(short, real, place[:2, :-1])
             try:
-                copied = _copied(cache, index)
-                found, _ = self._run(longer[0][:, -1:], longer[1], longer[2][:, -1:], copied)
+                found, _ = self._run(*last, _copied(cache, index))
             except REFUSALS:
                 self._copies = False
             else:
-                _, cache = self._run(both[0][index], both[1][index], both[2][index])
-                expected, _ = self._run(longer[0][:, -1:], longer[1], longer[2][:, -1:], cache)
                 rounding = torch.finfo(found.dtype).eps ** 0.5
                 self._copies = torch.allclose(found, expected, rtol=rounding, atol=rounding)
         return self._copies

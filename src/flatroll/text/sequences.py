@@ -236,7 +236,9 @@ def _check_prompts(prompts: Tensor, lengths: Tensor) -> Tensor:
     """Return numbers of tokens of prompts ``[K]`` after checking them against those of the sequences."""
     _whole_numbers("prompts", prompts, lengths.device)
     if prompts.shape != lengths.shape:
-        raise ValueError(f"prompts must have shape {list(lengths.shape)} as lengths, got {list(prompts.shape)}")
+        raise ValueError(
+            f"prompts must have shape {list(lengths.shape)} as lengths, got {list(prompts.shape)}"
+        )
     wrong = (prompts < 1) | (prompts > lengths)
     if bool(wrong.any()):
         place = int(wrong.nonzero()[0, 0])
@@ -271,7 +273,7 @@ def _first_equal(tokens: Tensor, lengths: Tensor, prompts: Tensor) -> Tensor:
     factor = (factor ^ (factor >> 29)) * 0x1B873593CC9E2D51 | 1
     hashes = (table * factor).sum(1)
 
-    _, group = hashes.unique(return_inverse=True)
+    _, group = torch.unique(hashes, return_inverse=True)
     owner = torch.full_like(index, count).scatter_reduce_(0, group, index, "amin")[group]
     same = (table == table[owner]).all(1)
     return owner.where(same, index)
