@@ -15,6 +15,7 @@ from torch import Tensor
 
 from benchmarks.measure.timing import ratio, table, take_turns
 from flatroll.text import Sequences, TextModule
+from flatroll.text.sampling import CachedSteps, sample_tokens
 
 ANSWERS = (1, 2, 8, 16)
 PROMPTS = (16, 256, 1024)
@@ -152,6 +153,35 @@ def by_length(turns: int) -> str:
     return table(["", "positions", "padded, ms", "packed, ms", "faster", "bytes"], rows)
 
 
+def sampling(turns: int) -> str:
+    """Answers drawn to one prompt, which is run once or once for each."""
+    model = make_model()
+    rows = []
+    for length in PROMPTS:
+        prompts = torch.randint(VOCABULARY, (1, length)).expand(8, -1)
+        steps = {"once": CachedSteps(model), "each": CachedSteps(model)}
+        steps["each"].copies = False
+
+        def draw(name: str, prompts: Tensor = prompts, steps: dict[str, CachedSteps] = steps) -> None:
+            with torch.no_grad():
+                sample_tokens(steps[name], prompts, torch.ones_like(prompts), DRAWN, eos=[], pad=0)
+
+        times = take_turns(
+            {"each": lambda draw=draw: draw("each"), "once": lambda draw=draw: draw("once")},  # type: ignore[misc]
+            turns=turns,
+            clock=time.thread_time,
+        )
+        rows.append(
+            [
+                f"{length:,}",
+                f"{times['each'].median * 1e3:.0f}",
+                f"{times['once'].median * 1e3:.0f}",
+                f"{ratio(times['each'], times['once']):.2f} x",
+            ]
+        )
+    return table(["prompt", "for each answer, ms", "once, ms", "faster"], rows)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -161,6 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name, case in (
         (f"Answers of {DRAWN} tokens to one prompt", by_prompt),
         ("Texts that share nothing", by_length),
+        (f"8 answers of {DRAWN} tokens drawn to one prompt", sampling),
     ):
         print(f"**{name}**\n\n{case(args.turns)}\n", flush=True)
     return 0

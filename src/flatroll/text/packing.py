@@ -13,6 +13,8 @@ from torch import Tensor
 ROW_LENGTHS = (128, 256)
 #: Rows of one batch differ in length by at most this factor.
 TOLERANCE = 1.25
+#: Entries of the masks of one batch, unless one row has more: kernels copy a mask as floats.
+MASK_ENTRIES = 2**25
 #: Prompts are run once for at most so many answers in one row, besides for all of them.
 ANSWERS = (16, 8, 4, 2)
 
@@ -232,7 +234,8 @@ def into_batches(rows: list[list[Unit]], tolerance: float) -> list[Batch]:
         some: list[list[Unit]] = []
         widest = 0
         for width, row in widths:
-            if some and width * tolerance < widest:
+            full = not plain and (len(some) + 1) * widest**2 > MASK_ENTRIES
+            if some and (full or width * tolerance < widest):
                 batches.append(Batch(some, widest))
                 some = []
             if not some:

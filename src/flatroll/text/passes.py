@@ -158,9 +158,8 @@ class Passes:
             if verdict:
                 return form
             if verdict is None:
-                return (
-                    None  # to be asked again at the next pass, when the model may have learned to look back
-                )
+                # To be asked again at the next pass, when the model may have learned to look back.
+                return None
 
         if not self._warned:
             self._warned = True
@@ -215,11 +214,11 @@ class Passes:
             own = torch.cat([self._alone(text, wanted, drawn) for text in range(5)])
             try:
                 output = self._run(packed, layout, form, wanted, drawn)
+                text = torch.tensor(layout.text)
+                index = _places(layout, len(length), text, torch.tensor(length)[text])
+                found = output.index_select(0, index.to(output.device))
             except REFUSALS:
                 return False
-            text = torch.tensor(layout.text)
-            index = _places(layout, len(length), text, torch.tensor(length)[text])
-            found = output.index_select(0, index.to(output.device))
 
         checked = text < 5
         expected = own[text[checked]].float()
@@ -250,11 +249,9 @@ class Passes:
         if "use_cache" in self._accepted:
             options["use_cache"] = False
 
-        whole = True
         if form is None:
             inputs["attention_mask"] = real.to(torch.int64)
             count = int(kept[0].sum())
-            whole = False
             if "logits_to_keep" in self._accepted:
                 options["logits_to_keep"] = count
         else:
@@ -263,14 +260,13 @@ class Passes:
                 inputs["attention_mask"] = self._mask(segment, before, form.mask == "bool")
             if form.exact:
                 options["logits_to_keep"] = kept.to(device)
-                whole = False
 
         with noted("In the model (model, ref_model) that reads the texts of a batch"):
             logits: Tensor = self.model(**inputs, **options).logits
         self._outputs = logits.shape[-1]
         if form is None:
             return logits[:, -count:].flatten(0, 1)
-        if not whole:
+        if form.exact:
             return logits
         return logits.flatten(0, 1)[kept.flatten().to(device)]
 

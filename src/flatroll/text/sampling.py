@@ -65,7 +65,8 @@ class CachedSteps:
         self.model = model
         self._accepted = frozenset(signature(model.forward).parameters)
         self._compared = False
-        self._copies: bool | None = None
+        # Whether rows of the cache may be copied to other rows; None until that was tried.
+        self.copies: bool | None = None
 
     def first(self, tokens: Tensor, mask: Tensor, position: Tensor) -> tuple[Tensor, tuple[str, Any]]:
         """Logits ``[B, V]`` behind the texts ``[B, L]``, and the cache. Equal texts are run once."""
@@ -93,7 +94,7 @@ class CachedSteps:
 
     def _can_copy(self, tokens: Tensor, mask: Tensor) -> bool:
         """Whether rows of the model's cache may be copied to other rows, tried once, with two short texts."""
-        if self._copies is None:
+        if self.copies is None:
             text = tokens[-1:, -16:]
             other = (text - 1).where(text > 0, 1)
             index = torch.tensor([1, 0, 1], device=tokens.device)
@@ -110,11 +111,11 @@ class CachedSteps:
             try:
                 found, _ = self._run(*last, _copied(cache, index))
             except REFUSALS:
-                self._copies = False
+                self.copies = False
             else:
                 rounding = torch.finfo(found.dtype).eps ** 0.5
-                self._copies = torch.allclose(found, expected, rtol=rounding, atol=rounding)
-        return self._copies
+                self.copies = torch.allclose(found, expected, rtol=rounding, atol=rounding)
+        return self.copies
 
     def _run(
         self, tokens: Tensor, mask: Tensor, position: Tensor, cache: tuple[str, Any] | None = None
