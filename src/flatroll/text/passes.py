@@ -221,14 +221,7 @@ class Passes:
                 return False
 
         checked = text < 5
-        expected = own[text[checked]].float()
-        error = float((found[checked].float() - expected).abs().max())
-        scale = float(own.float().abs().max())
-        reach = float((own[4] - own[2]).float().abs().max())
-        rounding = torch.finfo(own.dtype).eps * scale
-        if reach <= 16 * rounding:
-            return None
-        return error <= max(reach / 100, 4 * rounding)
+        return agree(found[checked], own[text[checked]], reach=own[4] - own[2])
 
     def _alone(self, text: int, wanted: Wanted, tokens: Tensor) -> Tensor:
         """Output ``[1, F]`` behind a text in a pass of its own."""
@@ -306,6 +299,24 @@ class Passes:
                 f"a text of {longest} tokens is longer than {type(self.model).__name__} reads: its configuration has "
                 f"max_position_embeddings={most}. Cut the prompts, or take fewer new tokens"
             )
+
+
+def agree(found: Tensor, expected: Tensor, reach: Tensor) -> bool | None:
+    """Whether outputs are the expected ones to rounding.
+
+    Args:
+        found: outputs of any shape.
+        expected: of the same shape.
+        reach: how far outputs are apart if other tokens come before the same ones. A wrong pass is about as far off.
+
+    Returns:
+        None if that is too little to tell a wrong pass from rounding.
+    """
+    rounding = torch.finfo(expected.dtype).eps * float(expected.abs().max())
+    most = float(reach.abs().max())
+    if most <= 16 * rounding:
+        return None
+    return float((found - expected).abs().max()) <= max(most / 100, 4 * rounding)
 
 
 def most_positions(model: object) -> int | None:

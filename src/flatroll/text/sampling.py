@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from flatroll.text.passes import REFUSALS, Passes
+from flatroll.text.passes import REFUSALS, Passes, agree
 from flatroll.text.sequences import Sequences
 
 #: Entries of a generation config that never change the model's distribution.
@@ -100,7 +100,7 @@ class CachedSteps:
             index = torch.tensor([1, 0, 1], device=tokens.device)
             short = torch.cat([text, other])
             real = mask[-1:, -16:].expand(2, -1)
-            longer = torch.cat([short, short[:, -1:]], 1)[index]
+            longer = torch.cat([short, text[:, -1:].expand(2, -1)], 1)[index]  # the same token behind both
             after = torch.cat([real, torch.ones_like(real[:, :1])], 1)[index]
             place = (after.cumsum(1) - 1).clamp(min=0)
             last = (longer[:, -1:], after, place[:, -1:])
@@ -112,10 +112,10 @@ class CachedSteps:
                 found, _ = self._run(*last, _copied(cache, index))
             except REFUSALS:
                 self.copies = False
-            else:
-                rounding = torch.finfo(found.dtype).eps ** 0.5
-                self.copies = torch.allclose(found, expected, rtol=rounding, atol=rounding)
-        return self.copies
+                return False
+
+            self.copies = agree(found, expected, reach=expected[0] - expected[1])
+        return bool(self.copies)
 
     def _run(
         self, tokens: Tensor, mask: Tensor, position: Tensor, cache: tuple[str, Any] | None = None

@@ -162,7 +162,10 @@ class Sequences:
         return tokens, mask.to(torch.int64)
 
     def texts(self, numbers: Tensor) -> tuple[Texts, Tensor]:
-        """Where these sequences are, and their lengths, int64 ``[K]``.
+        """Where the tokens of these sequences are, for a pass over them, and their lengths, int64 ``[K]``.
+
+        Args:
+            numbers: int64 ``[K]``.
 
         Raises:
             KeyError: a sequence is not kept.
