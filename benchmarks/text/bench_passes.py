@@ -129,10 +129,20 @@ def training(model: Any, prompts: list[int], drawn: list[int], answers: int, tur
 
 def by_prompt(turns: int) -> str:
     """Answers of equal length to one prompt."""
-    model = make_model()
+    return answers_to(PROMPTS, ANSWERS, turns)
+
+
+def wider(turns: int) -> str:
+    """The same for a model of twice the width, where attention is a smaller part."""
+    return answers_to((256,), (1, 8), turns, width=512)
+
+
+def answers_to(prompts: tuple[int, ...], counts: tuple[int, ...], turns: int, width: int = 256) -> str:
+    """A line for each prompt and number of answers."""
+    model = make_model(width)
     rows = []
-    for prompt in PROMPTS:
-        for answers in ANSWERS:
+    for prompt in prompts:
+        for answers in counts:
             rows.append([f"{prompt:,}", str(answers), *training(model, [prompt], [DRAWN], answers, turns)])
     return table(["prompt", "answers", "positions", "padded, ms", "packed, ms", "faster", "bytes"], rows)
 
@@ -190,6 +200,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     for name, case in (
         (f"Answers of {DRAWN} tokens to one prompt", by_prompt),
+        ("The same, a model of width 512", wider),
         ("Texts that share nothing", by_length),
         (f"8 answers of {DRAWN} tokens drawn to one prompt", sampling),
     ):

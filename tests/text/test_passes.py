@@ -79,7 +79,8 @@ def separate(model: Any, sequences: Sequences, batch: TensorDict) -> Tensor:
     """Outputs of rows, from a pass over each text by itself."""
     outputs = {
         number: model(
-            input_ids=sequences[number].unsqueeze(0), attention_mask=torch.ones(1, len(sequences[number]))
+            input_ids=sequences[number].unsqueeze(0),
+            attention_mask=torch.ones(1, len(sequences[number]), dtype=torch.int64),
         ).logits[0]
         for number in sequences.numbers
     }
@@ -241,15 +242,17 @@ class Refusing(Mixing):
 
 
 class Masked(Mixing):
-    """Keeps texts apart by a mask alone, of numbers that are added."""
+    """Keeps texts apart by a mask alone, of one type."""
+
+    refused = torch.float32
 
     def forward(
         self, input_ids: Tensor, attention_mask: Any = None, position_ids: Any = None, **others: Any
     ) -> Any:
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
-        if attention_mask.dtype is torch.bool:
-            raise ValueError("masks are numbers")
+        if attention_mask.dtype is self.refused:
+            raise ValueError(f"no masks of {self.refused}")
         return self.model(input_ids, attention_mask=attention_mask, position_ids=position_ids)
 
 
@@ -276,8 +279,13 @@ def test_a_model_that_mixes_texts_is_found_and_run_padded(kind: Any) -> None:
     check_equal(model, module, sequences, batch)  # without another warning
 
 
-def test_a_model_that_takes_added_masks_alone_gets_them() -> None:
-    model = Masked(gpt2())
+class Adding(Masked):
+    refused = torch.bool
+
+
+@pytest.mark.parametrize("kind", [Masked, Adding])
+def test_a_model_gets_the_masks_that_it_takes(kind: Any) -> None:
+    model = kind(gpt2())
     shapes = Shapes(model)
     sequences, batch = make_texts([40], [2, 9, 4])
     module = TextModule(model, sequences)

@@ -143,8 +143,10 @@ class Passes:
         masks: list[Literal["positions", "bool", "added"]] = []
         if not batch.trees:
             masks.append("positions")
-        if not self._has_windows:
-            masks += ["bool", "added"]
+        if not self._has_windows and self._device.type == "cpu":
+            masks += ["added", "bool"]  # each layer would make numbers of a bool mask
+        elif not self._has_windows:
+            masks += ["bool", "added"]  # a quarter of the memory
         exact = [True, False] if "logits_to_keep" in self._accepted else [False]
 
         most = most_positions(self.model)
@@ -230,7 +232,7 @@ class Passes:
 
     def _run(self, batch: Batch, layout: Layout, form: Form | None, wanted: Wanted, tokens: Tensor) -> Tensor:
         """Outputs ``[n, F]`` at the kept columns of a batch, row after row."""
-        device = next((some.device for some in self.model.parameters()), tokens.device)
+        device = self._device
         columns = [torch.from_numpy(column) for column in fill(batch, wanted)]
         place, position, segment, before = (column.to(device, non_blocking=True) for column in columns)
         kept = torch.from_numpy(layout.kept)
@@ -274,6 +276,10 @@ class Passes:
             (some.dtype for some in self.model.parameters() if some.is_floating_point()), torch.float32
         )
         return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
+
+    @property
+    def _device(self) -> torch.device:
+        return next((some.device for some in self.model.parameters()), torch.device("cpu"))
 
     @property
     def _takes_cumulative_lengths(self) -> bool:
