@@ -132,7 +132,8 @@ def make_loss(model: Any, sequences: Sequences) -> ClipPPOLoss:
     sampler = ProbabilisticTensorDictModule(
         ["logits"], ["action"], distribution_class=Categorical, return_log_prob=True
     )
-    actor = ProbabilisticTensorDictSequential(TextModule(model, sequences), sampler)
+    parts: list[Any] = [TextModule(model, sequences), sampler]
+    actor = ProbabilisticTensorDictSequential(*parts)
     return ClipPPOLoss(actor, clip_epsilon=CLIP, entropy_bonus=False)
 
 

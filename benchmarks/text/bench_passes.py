@@ -75,8 +75,8 @@ def padded(model: Any, sequences: Sequences, batch: TensorDict) -> Tensor:
     tokens, mask = sequences.padded(distinct, longest)
     count = longest - shortest + 1
     logits = model(input_ids=tokens, attention_mask=mask, use_cache=False, logits_to_keep=count).logits
-    rows: Tensor = logits[text, length - shortest]
-    return rows
+    batch.set("logits", logits[text, length - shortest])
+    return batch["logits"]
 
 
 def positions_of(model: Any, sequences: Sequences, batch: TensorDict) -> int:
@@ -111,7 +111,7 @@ def training(model: Any, prompts: list[int], drawn: list[int], answers: int, tur
 
     times = take_turns(
         {
-            "padded": lambda: step(lambda: padded(model, alone, batch)),
+            "padded": lambda: step(lambda: padded(model, alone, batch.clone())),
             "packed": lambda: step(lambda: module(batch.clone())["logits"]),
         },
         turns=turns,

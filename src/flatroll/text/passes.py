@@ -144,9 +144,9 @@ class Passes:
         if not batch.trees:
             masks.append("positions")
         if not self._has_windows and self._device.type == "cpu":
-            masks += ["added", "bool"]  # each layer would make numbers of a bool mask
+            masks.extend(("added", "bool"))  # each layer would make numbers of a bool mask
         elif not self._has_windows:
-            masks += ["bool", "added"]  # a quarter of the memory
+            masks.extend(("bool", "added"))  # a quarter of the memory
         exact = [True, False] if "logits_to_keep" in self._accepted else [False]
 
         most = most_positions(self.model)
@@ -244,9 +244,9 @@ class Passes:
         if "use_cache" in self._accepted:
             options["use_cache"] = False
 
+        count = int(kept[0].sum())  # of rows of one text each
         if form is None:
             inputs["attention_mask"] = real.to(torch.int64)
-            count = int(kept[0].sum())
             if "logits_to_keep" in self._accepted:
                 options["logits_to_keep"] = count
         else:
