@@ -34,8 +34,8 @@ def full_prompts(texts: int, length: int) -> PromptData:
 
 def bytes_of(batch: TensorDict, rollout: RolloutFromModel | None = None) -> int:
     """Bytes of all columns, and of the texts that a flat batch refers to."""
-    kept = [] if rollout is None else [rollout.sequences.state_dict()[key] for key in ("tokens", "bounds")]
-    return sum(column.nbytes for column in [*batch.values(True, True), *kept])
+    kept = [] if rollout is None else list(rollout.sequences.state_dict().values())
+    return sum(column.nbytes for column in [*batch.values(True, True), *kept] if isinstance(column, Tensor))
 
 
 def assembly(peer: Any) -> str:

@@ -21,17 +21,17 @@ from flatroll.layout.checks import (
 from flatroll.layout.keys import ID_BITS
 from flatroll.text.data import PromptData
 from flatroll.text.kl import KLControllerBase, KLEstimator, kl_estimate
+from flatroll.text.passes import Passes, evaluating, most_positions, noted
 from flatroll.text.sampling import (
     CachedSteps,
     check_config,
-    evaluating,
     generate_tokens,
     is_end,
     pad_left,
     sample_tokens,
     token_log_probs,
 )
-from flatroll.text.sequences import Sequences, noted
+from flatroll.text.sequences import Sequences
 
 
 class RolloutFromModel:
@@ -135,6 +135,7 @@ class RolloutFromModel:
         self.sequences = Sequences(check_writer_number(writer) << ID_BITS)
         self._kls: deque[float] = deque(maxlen=num_steps)
         self._steps: CachedSteps | None = None
+        self._passes: dict[str, Passes] = {}
 
     @torch.no_grad()
     def rollout_from_data(self, batch: PromptData) -> TensorDict:
@@ -192,11 +193,13 @@ class RolloutFromModel:
                 # In half precision, log-probs computed with a cache differ from those of a pass over the
                 # whole text, as in losses.
                 log_probs = torch.zeros(tokens.shape, device=tokens.device)
-                log_probs[:, :count] = token_log_probs(self.model, whole, whole_mask, count)
+                log_probs[:, :count] = token_log_probs(
+                    self._passes_of("model"), whole, whole_mask, lengths, count
+                )
 
             log_ratio = torch.zeros_like(log_probs)
             log_ratio[:, :count] = log_probs[:, :count] - token_log_probs(
-                self.ref_model, whole, whole_mask, count
+                self._passes_of("ref_model"), whole, whole_mask, lengths, count
             )
 
         log_probs = log_probs.masked_fill(~real, 0.0)
@@ -266,7 +269,7 @@ class RolloutFromModel:
             own = {ACTION: drawn.index_select(0, row)}
             own["action_log_prob"] = log_probs.flatten().index_select(0, row)
             known = generated.flatten().index_select(0, written.flatten().nonzero().squeeze(1))
-            marks = _marks(self.sequences.add(known, whole), lengths, text, step)
+            marks = _marks(self.sequences.add(known, whole, lengths), lengths, text, step)
             after["observation"] = marks[OBSERVATION] + marks[OBSERVATION].new_tensor([0, 1])
             return TensorDict(own | marks | {NEXT: TensorDict(after, [len(row)], device)}, [len(row)], device)
 
@@ -297,6 +300,13 @@ class RolloutFromModel:
         if self._steps is None or self._steps.model is not self.model:
             self._steps = CachedSteps(self.model)
         return self._steps
+
+    def _passes_of(self, name: str) -> Passes:
+        """Passes of the model that is now called ``name``."""
+        model = getattr(self, name)
+        if name not in self._passes or self._passes[name].model is not model:
+            self._passes[name] = Passes(model)
+        return self._passes[name]
 
     def _places(self, lengths: Tensor) -> Tensor:
         """Return the positions of the T tokens of each continuation, after the prompt, int64 ``[B, T]``."""
@@ -334,6 +344,12 @@ class RolloutFromModel:
                 f"prompt_rindex must have shape {(rows,)}, with at least one row, got {tuple(rindex.shape)}"
             )
 
+        if batch.attention_mask.shape != batch.input_ids.shape:
+            raise ValueError(
+                f"attention_mask must have the shape of input_ids, {list(batch.input_ids.shape)}, got "
+                f"{list(batch.attention_mask.shape)}"
+            )
+
         first, last = (int(index) for index in rindex.aminmax())
         if first < 0 or last >= length:
             raise ValueError(
@@ -344,7 +360,7 @@ class RolloutFromModel:
         ):
             raise ValueError("prompts must be right-padded: attention_mask is 0 in the prompt of a row")
 
-        most = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
+        most = most_positions(self.model)
         longest = last + 1 + self.max_new_tokens
         if most is not None and longest > most:
             raise ValueError(

@@ -1,7 +1,5 @@
 """Samples tokens from a causal language model, and computes log-probabilities of tokens."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from inspect import signature
 from typing import Any
@@ -10,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from flatroll.text.sequences import last_logits
+from flatroll.text.passes import REFUSALS, Passes, agree
+from flatroll.text.sequences import Sequences
 
 #: Entries of a generation config that never change the model's distribution.
 _HARMLESS = {
@@ -66,10 +65,21 @@ class CachedSteps:
         self.model = model
         self._accepted = frozenset(signature(model.forward).parameters)
         self._compared = False
+        # Whether rows of the cache may be copied to other rows; None until that was tried.
+        self.copies: bool | None = None
 
     def first(self, tokens: Tensor, mask: Tensor, position: Tensor) -> tuple[Tensor, tuple[str, Any]]:
-        """Logits ``[B, V]`` behind the texts ``[B, L]``, and the cache."""
-        return self._run(tokens, mask, position)
+        """Logits ``[B, V]`` behind the texts ``[B, L]``, and the cache. Equal texts are run once."""
+        real = tokens.where(mask.bool(), -1)
+        distinct, index = torch.unique(real, dim=0, return_inverse=True)
+        if len(distinct) == len(tokens) or not self._can_copy(tokens, mask):
+            return self._run(tokens, mask, position)
+
+        # One row of each kind: which of equal ones does not matter.
+        row = index.new_empty(len(distinct))
+        row[index] = torch.arange(len(tokens), device=index.device)
+        logits, cache = self._run(tokens[row], mask[row], position[row])
+        return logits[index], _copied(cache, index)
 
     def next(
         self, tokens: Tensor, mask: Tensor, position: Tensor, cache: tuple[str, Any]
@@ -81,6 +91,31 @@ class CachedSteps:
             self._compare(logits, tokens, mask, position, cache[0])
             self._compared = True
         return logits, after
+
+    def _can_copy(self, tokens: Tensor, mask: Tensor) -> bool:
+        """Whether rows of the model's cache may be copied to other rows, tried once, with two short texts."""
+        if self.copies is None:
+            text = tokens[-1:, -16:]
+            other = (text - 1).where(text > 0, 1)
+            index = torch.tensor([1, 0, 1], device=tokens.device)
+            short = torch.cat([text, other])
+            real = mask[-1:, -16:].expand(2, -1)
+            longer = torch.cat([short, text[:, -1:].expand(2, -1)], 1)[index]  # the same token behind both
+            after = torch.cat([real, torch.ones_like(real[:, :1])], 1)[index]
+            place = (after.cumsum(1) - 1).clamp(min=0)
+            last = (longer[:, -1:], after, place[:, -1:])
+
+            _, whole = self._run(longer[:, :-1], after[:, :-1], place[:, :-1])
+            expected, _ = self._run(*last, whole)
+            _, cache = self._run(short, real, place[:2, :-1])
+            try:
+                found, _ = self._run(*last, _copied(cache, index))
+            except REFUSALS:
+                self.copies = False
+                return False
+
+            self.copies = agree(found, expected, reach=expected[0] - expected[1])
+        return bool(self.copies)
 
     def _run(
         self, tokens: Tensor, mask: Tensor, position: Tensor, cache: tuple[str, Any] | None = None
@@ -134,6 +169,23 @@ class CachedSteps:
                 f"{to_whole:.2g} from those of the whole text). Name the argument in forward "
                 "(cache or past_key_values), or pass a generation_config, so that tokens come from model.generate"
             )
+
+
+def _copied(cache: tuple[str, Any], index: Tensor) -> tuple[str, Any]:
+    """The rows ``index`` of a cache: a cache of transformers, a tensor, or tuples of tensors."""
+    name, value = cache
+    if hasattr(value, "reorder_cache"):
+        value.reorder_cache(index)
+        return name, value
+    return name, _rows(value, index)
+
+
+def _rows(value: Any, index: Tensor) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(_rows(part, index) for part in value)
+    if not isinstance(value, Tensor):
+        raise TypeError(f"a cache of {type(value).__name__} cannot be copied")
+    return value.index_select(0, index)
 
 
 def sample_tokens(
@@ -262,37 +314,32 @@ def check_config(config: Any, model: object, max_new_tokens: int, allow_off_poli
         )
 
 
-def token_log_probs(model: nn.Module, tokens: Tensor, mask: Tensor, count: int) -> Tensor:
-    """Log-probabilities ``[B, count]`` of the last ``count`` tokens, from one pass and the whole distribution.
+def token_log_probs(passes: Passes, tokens: Tensor, mask: Tensor, prompts: Tensor, count: int) -> Tensor:
+    """Log-probabilities ``[B, count]`` of the last ``count`` tokens by the whole distribution; 0 where there are none.
 
     Args:
-        model: causal language model of transformers.
-        tokens: int64 ``[B, L]``, left-padded.
+        passes: of a causal language model of transformers.
+        tokens: int64 ``[B, L]``, padded.
         mask: int64 ``[B, L]``, 0 at padding.
+        prompts: int64 ``[B]``, tokens of each prompt, which are run once where rows share them.
         count: how many tokens at the right end.
     """
-    device = next(model.parameters()).device
-    position = (mask.cumsum(1) - 1).clamp(min=0)
-    inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": position}
-    logits = last_logits(model, count + 1, **{name: value.to(device) for name, value in inputs.items()})
-    chosen = tokens[:, -count:].to(device)
-    # The logits at position t predict token t + 1, so the last logits are not needed.
-    losses = cross_entropy(logits[:, :-1].flatten(0, 1).float(), chosen.flatten(), reduction="none")
-    return -losses.view(chosen.shape).to(tokens.device)
+    table = Sequences()
+    lengths = mask.sum(1)
+    numbers = table.add(tokens[mask.bool()], lengths, prompts)
+    texts, _ = table.texts(numbers)
 
+    drawn = mask[:, -count:].bool()
+    text, _ = drawn.nonzero().unbind(1)
+    known = (mask.cumsum(1)[:, -count:] - 1)[drawn]  # how many tokens are before the drawn one
+    chosen = tokens[:, -count:][drawn]
 
-@contextmanager
-def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Turn dropout off in all models, and back on where it was."""
-    modules = [module for model in models if isinstance(model, nn.Module) for module in model.modules()]
-    training = [module for module in modules if module.training]
-    try:
-        for module in training:
-            module.training = False
-        yield
-    finally:
-        for module in training:
-            module.training = True
+    def read(logits: Tensor, rows: Tensor) -> Tensor:
+        return -cross_entropy(logits.float(), chosen[rows].to(logits.device), reduction="none")
+
+    found = passes.outputs(texts, text, known, read)
+    log_probs = torch.zeros(drawn.shape, device=tokens.device)
+    return log_probs.masked_scatter_(drawn, found.to(tokens.device))
 
 
 def _as_text(entries: dict[str, Any]) -> str:
