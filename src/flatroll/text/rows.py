@@ -153,7 +153,11 @@ class _Places(NamedTuple):
 
 
 def _find_rows(own: Tensor, lengths: Tensor) -> _Places:
-    """Find the rows of texts by the flags of their tokens, bool ``[M]``; ValueError if a text has no row, or starts so."""
+    """Find the rows of texts by the flags of their tokens, bool ``[M]``.
+
+    Raises:
+        ValueError: a text has no row, or begins with one.
+    """
     count = len(lengths)
     starts = lengths.cumsum(0) - lengths
     text_of_token = torch.arange(count, device=own.device).repeat_interleave(lengths, output_size=len(own))
