@@ -430,7 +430,7 @@ class _FirstTexts:
 
     def of(self, observation: Tensor, key: NestedKey) -> Tensor:
         """Pairs ``[*B, 2]`` of number and length that refer to the first such text."""
-        if observation.dtype != torch.int64 or observation.shape[-1:] != (2,):
+        if observation.dtype != torch.int64 or observation.shape[-1:] != (2,) or observation.is_meta:
             raise ValueError(f"batch[{key!r}] must be int64 [..., 2], got {as_text(observation)}")
 
         number, length = observation.unbind(-1)
