@@ -1,8 +1,8 @@
 """Draws the pictures of these pages: ``python docs/make_pictures.py`` (trains the demo twice, a few minutes).
 
 ``python docs/make_pictures.py first`` draws only the learning curves of the README's script and the tree of a
-search, with ``tree`` only the latter, with ``text`` those of text rollouts and of language models, with ``workers`` who owns what, with
-``offline`` the curve of offline learning, over three seeds.
+search, with ``tree`` only the latter, with ``text`` those of text rollouts and of language models (a few minutes), with
+``workers`` who owns what, with ``offline`` the curve of offline learning, over three seeds.
 """
 
 import argparse
