@@ -229,7 +229,7 @@ class Run:
 
     def note(self, batch: Any, frames: int, **numbers: Any) -> bool:
         """Evaluate and log if it is time; return whether to stop, since an evaluation has reached ``--stop-at``."""
-        stop = self.check(frames)
+        stop: bool = self.check(frames)
         self.log(batch, frames, self.check, **numbers)
         return stop
 

@@ -88,7 +88,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     optimizer = torch.optim.Adam(loss.parameters(), lr=args.lr)
 
     def judge(count: int) -> Tensor:
-        prompts = task.draw(count, torch.Generator().manual_seed(args.test_seed))
+        prompts: Any = task.draw(count, torch.Generator().manual_seed(args.test_seed))
         ids = prompts.input_ids
         with torch.no_grad():
             for _ in range(args.digits):

@@ -75,7 +75,7 @@ def write(model: Any, memory: Tensor, slot: Tensor, greedy: bool = False) -> Tex
     tokens, own = [torch.full_like(slot, BEGIN), slot], [nobody, nobody]
     log_probs, rewards = [zero, zero], [zero, zero]
     for _ in range(TURNS):
-        dist = Categorical(logits=model(input_ids=torch.stack(tokens, 1)).logits[:, -1])
+        dist: Any = Categorical(logits=model(input_ids=torch.stack(tokens, 1)).logits[:, -1])
         word = dist.mode if greedy else dist.sample()
         asks = word < SLOTS
         held = memory.gather(1, word.clamp(max=SLOTS - 1).unsqueeze(1)).squeeze(1)
@@ -90,7 +90,8 @@ def write(model: Any, memory: Tensor, slot: Tensor, greedy: bool = False) -> Tex
         lengths = lengths + writing * torch.where(asks, 3, 1)
         expected = torch.where(right & asks, held, expected)
         writing = writing & asks
-    return Texts(*(torch.stack(column, 1) for column in (tokens, own, log_probs, rewards)), lengths)
+    columns: Any = [torch.stack(column, 1) for column in (tokens, own, log_probs, rewards)]
+    return Texts(*columns, lengths)
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:

@@ -23,7 +23,8 @@ def make_model(words: int, hidden: int, device: str = "cpu", values: bool = Fals
     except ImportError as error:
         raise ImportError('language models need transformers: pip install "flatroll[text]"') from error
     size: Any = {"vocab_size": words, "n_positions": 32, "n_embd": hidden, "n_layer": 2, "n_head": 2}
-    config = GPT2Config(**size, bos_token_id=words - 1, eos_token_id=words - 1, num_labels=1)
+    config = GPT2Config(**size, bos_token_id=words - 1, eos_token_id=words - 1)
+    config.num_labels = 1  # of a critic
     kind: Any = GPT2ForTokenClassification if values else GPT2LMHeadModel
     return kind(config).eval().to(device)
 
