@@ -18,7 +18,7 @@ from flatroll.text import PromptData, RolloutFromModel
 
 OPTIONS = {
     "env": ("reverse", "what to do with the digits of a prompt: reverse, sort or copy"),
-    "frames": (60_000, "number of generated tokens"),
+    "frames": (100_000, "number of generated tokens"),
     "digits": (3, "digits of a prompt, and of an answer"),
     "prompts": (32, "prompts per batch"),
     "answers": (8, "answers to each prompt"),
@@ -29,8 +29,8 @@ OPTIONS = {
     "max_grad_norm": (1.0, "maximum norm of the gradients"),
     "hidden": (64, "width of the model"),
     "log_every": (1, "tokens between two lines of the log, at least one batch"),
-    "save_every": (30_000, "tokens between two checkpoints"),
-    "eval_every": (15_000, "tokens between two evaluations"),
+    "save_every": (50_000, "tokens between two checkpoints"),
+    "eval_every": (25_000, "tokens between two evaluations"),
     "episodes": (200, "answers per evaluation, with the most probable tokens"),
     "film": None,
     "bfloat16": None,

@@ -20,7 +20,7 @@ from flatroll.text import Sequences, TextModule, rows_of_texts
 
 OPTIONS = {
     "env": ("pointers", "the task: there is only this one"),
-    "frames": (30_000, "number of tokens that the model writes"),
+    "frames": (60_000, "number of tokens that the model writes"),
     "texts": (64, "texts per batch"),
     "epochs": (3, "passes over a batch"),
     "lr": (3e-3, "initial learning rate; it falls linearly to zero"),
@@ -31,8 +31,8 @@ OPTIONS = {
     "max_grad_norm": (1.0, "maximum norm of the gradients"),
     "hidden": (32, "width of the models"),
     "log_every": (1, "tokens between two lines of the log, at least one batch"),
-    "save_every": (15_000, "tokens between two checkpoints"),
-    "eval_every": (7_500, "tokens between two evaluations"),
+    "save_every": (30_000, "tokens between two checkpoints"),
+    "eval_every": (15_000, "tokens between two evaluations"),
     "episodes": (200, "texts per evaluation, with the most probable tokens"),
     "film": None,
     "bfloat16": None,
@@ -91,7 +91,7 @@ def write(model: Any, memory: Tensor, slot: Tensor, greedy: bool = False) -> Tex
         expected = torch.where(right & asks, held, expected)
         writing = writing & asks
     columns: Any = [torch.stack(column, 1) for column in (tokens, own, log_probs, rewards)]
-    return Texts(*columns, lengths)
+    return Texts._make([*columns, lengths])
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
