@@ -2,6 +2,7 @@
 
 import gymnasium as gym
 import numpy as np
+import page_blocks
 import pytest
 import torch
 from plain_loop import assert_as_played, assert_equal_but, ends_of, per_env, plain_gae, position_of
@@ -401,3 +402,14 @@ def test_answers_in_groups_and_tools(until) -> None:
     first, last = target.view(64, 2).unbind(1)
     expected = torch.stack([first + 0.9 * 0.95 * last, last], 1)
     torch.testing.assert_close(batch["advantage"].view(64, 2), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_training_with_groups_or_tools_takes_30_lines() -> None:
+    blocks = page_blocks.blocks_of((page_blocks.ROOT / "docs/text/turns.md").read_text())
+    scripts = [block.text for block in blocks if "optimizer.step()" in block.text]
+    assert len(scripts) == 2
+    for script in scripts:
+        lines = [
+            line for line in script.splitlines() if line.strip() and not line.startswith(("from", "import"))
+        ]
+        assert len(lines) <= 30
