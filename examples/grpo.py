@@ -102,6 +102,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         optimizer.param_groups[0]["lr"] = args.lr * (1 - (frames - rows) / total)
         rollout.sequences.forget()  # the texts of the previous batch
         batch = compare(rollout.rollout_from_data(task.draw(args.prompts)))
+        losses: Any = {}
         for _ in range(args.epochs):
             losses = loss(batch)
             optimizer.zero_grad()

@@ -117,6 +117,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         sequences.forget()  # the texts of the previous batch
         # The limit of turns is part of the task: texts that reach it are over, and not cut off.
         batch = gae(rows_of_texts(sequences, *columns, lengths=lengths, step="turn"))
+        losses: Any = {}
         for _ in range(args.epochs):
             losses = loss(batch)
             optimizer.zero_grad()

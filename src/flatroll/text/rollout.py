@@ -287,7 +287,8 @@ class RolloutFromModel:
             of_tokens = torch.zeros(generated.shape, device=device).scatter_(1, places, log_probs.squeeze(2))
             texts: dict[str, Any] = {"lengths": whole, "truncated": truncated, "groups": group}
             batch_of_rows = rows_of_texts(self.sequences, generated, own, of_tokens, score, **texts)
-            batch_of_rows[NEXT].update(rewards)
+            for name, column in rewards.items():
+                batch_of_rows.set((NEXT, name), column)
             return batch_of_rows
 
         shape = real.shape

@@ -399,7 +399,8 @@ def merge_prefixes(
     key = next_key(observation_key)
     following = batch.get(key, None)
     if following is not None:
-        merged.set(NEXT, batch[NEXT].copy())
+        after: Any = batch.get(NEXT)
+        merged.set(NEXT, after.copy())
         merged.set(key, first.of(following, key))
     return merged
 
