@@ -1,8 +1,8 @@
 """Draws the pictures of these pages: ``python docs/make_pictures.py`` (trains the demo twice, a few minutes).
 
 ``python docs/make_pictures.py first`` draws only the learning curves of the README's script and the tree of a
-search, with ``tree`` only the latter, with ``text`` those of text rollouts, with ``workers`` who owns what, with
-``offline`` the curve of offline learning, over three seeds.
+search, with ``tree`` only the latter, with ``text`` those of text rollouts and of language models (a few minutes), with
+``workers`` who owns what, with ``offline`` the curve of offline learning, over three seeds.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from flatroll.examples import offline_iql, report
+from flatroll.examples import grpo, offline_iql, report, tool_use
 from flatroll.examples.curves import draw, find_logs, over_seeds
 from flatroll.examples.text import emit_a_token
 from flatroll.examples.tree_search import tree_of_first_move
@@ -97,6 +97,21 @@ def draw_offline(out: Path, seeds: range = range(1, 4)) -> Figure:
     axes.axhline(data, color="0.6", linewidth=1, linestyle=":", label="episodes of the data set")
     axes.set(xlabel="updates")
     axes.set_title("Pendulum, learnt from a data set", loc="left")
+    axes.legend(frameon=False, loc="lower right")
+    return figure
+
+
+def draw_program(program: Any, out: Path, title: str, label: str, seeds: range = range(1, 4)) -> Figure:
+    """The returns of a program that trains a language model; runs that are there already are taken."""
+    name = program.__name__.rpartition(".")[2]
+    folders = [out / name / f"{program.OPTIONS['env'][0]}-seed{seed}" for seed in seeds]
+    for seed, folder in zip(seeds, folders, strict=True):
+        program.main(["--seed", str(seed), "--folder", str(folder)])
+    (logs,) = find_logs(folders).values()
+    figure: Figure = draw({f"{len(logs)} seeds": over_seeds(logs)}, label)
+    (axes,) = figure.axes
+    axes.set(xlabel="tokens that the model wrote")
+    axes.set_title(title, loc="left")
     axes.legend(frameon=False, loc="lower right")
     return figure
 
@@ -264,6 +279,10 @@ def main() -> None:
     if args.which in ("text", "all"):
         emit_a_token.save_curve(emit_a_token.train(), IMAGES / "text_curve.png")
         draw_text_rollout().savefig(IMAGES / "text.png", dpi=90)
+        titles: Any = {"title": "Digits in reverse order, by groups of eight answers", "label": "mean score"}
+        draw_program(grpo, out, **titles).savefig(IMAGES / "grpo_curve.png", dpi=100)
+        titles = {"title": "Questions to a tool, over one to four turns", "label": "mean return"}
+        draw_program(tool_use, out, **titles).savefig(IMAGES / "tool_use_curve.png", dpi=100)
     if args.which == "text":
         return
     axes = tree_of_first_move(maze=0, simulations=60).plot()

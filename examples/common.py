@@ -202,11 +202,10 @@ class Run:
         self, args: argparse.Namespace, policy: Any, env: Any, collector: Any = None, /, **parts: Any
     ) -> None:
         from flatroll.disk import Checkpoint
-        from flatroll.rollouts import Evaluator
 
         self.args, self.policy, self.env, self._collector = args, policy, env, collector
         self.judged: Any = {"episodes": args.episodes, "seed": args.test_seed, "policy_device": args.device}
-        self.check = Evaluator(env, policy, every=args.eval_every, stop_at=args.stop_at, **self.judged)
+        self.check = self.make_check()
         self.log = Log(args)
         if collector is not None:
             parts["collector"] = collector
@@ -215,9 +214,22 @@ class Run:
         if self._checkpoint.versions():
             self._checkpoint.load()
 
+    def make_check(self) -> Any:
+        """Return the `Evaluator` of the run."""
+        from flatroll.rollouts import Evaluator
+
+        every: Any = {"every": self.args.eval_every, "stop_at": self.args.stop_at}
+        return Evaluator(self.env, self.policy, **every, **self.judged)
+
+    def evaluate(self, **options: Any) -> Any:
+        """Return an `Evaluation` of the policy; ``options`` are those of `evaluate`."""
+        from flatroll.rollouts import evaluate
+
+        return evaluate(self.env, self.policy, **{**self.judged, **options})
+
     def note(self, batch: Any, frames: int, **numbers: Any) -> bool:
         """Evaluate and log if it is time; return whether to stop, since an evaluation has reached ``--stop-at``."""
-        stop = self.check(frames)
+        stop: bool = self.check(frames)
         self.log(batch, frames, self.check, **numbers)
         return stop
 
@@ -236,13 +248,13 @@ class Run:
             drawn: makes the env of the film, with ``render_mode="rgb_array"``.
             options: of the evaluation, as for `evaluate`.
         """
-        from flatroll.rollouts import evaluate
-
         if self._collector is not None:
             self._collector.shutdown()
-        found = evaluate(self.env, self.policy, **{**self.judged, **options})
+        found = self.evaluate(**options)
         if drawn is not None and self.args.film:
             from PIL import Image
+
+            from flatroll.rollouts import evaluate
 
             one = {**self.judged, "episodes": 1}
             frames: Any = evaluate(drawn(), self.policy, film="first", **one).film

@@ -195,6 +195,8 @@ class ValueEstimator(TensorDictModuleBase):
     gamma: float | Tensor
     #: Names of the attributes that are discounts, decays or thresholds: a number, or one per row.
     factor_names: ClassVar[tuple[str, ...]] = ("gamma",)
+    #: Those that are raised to the power of the row's ``"steps_to_next_obs"``.
+    factors_of_steps: tuple[str, ...] = ("gamma",)
     #: Whether the rows of a run must be consecutive; otherwise they may come in any order.
     sums_along: ClassVar[bool] = True
     #: Whether the value target depends on the values of the rows, not only on those of the next states.
@@ -485,7 +487,7 @@ class ValueEstimator(TensorDictModuleBase):
             skip_existing=self.skip_existing,
             final=series.final,
             parameters=series.parameters,
-            n_step=columns.steps is not None,
+            n_step=columns.steps is not None and not (self.shifted and _lead_to_next_row(columns.steps)),
             warn=self._warn_once,
         )
         if at.ends.is_cpu and not is_tracing():  # on a device the values are not ready yet
@@ -510,8 +512,11 @@ class ValueEstimator(TensorDictModuleBase):
         # Discounts and rewards.
         factors = series.factors
         if columns.steps is not None:
-            gamma = self._gamma_over(columns.steps, batch, factors["gamma"], reward)
-            factors = {**factors, "gamma": gamma}
+            over = {
+                name: self._factor_over_steps(name, columns.steps, batch, factors[name], reward)
+                for name in self.factors_of_steps
+            }
+            factors = {**factors, **over}
         discounted = reward
         if self.average_rewards:
             discounted = self._standardize(columns, reward, valid)
@@ -610,16 +615,16 @@ class ValueEstimator(TensorDictModuleBase):
             f"{words} values of the reward's shape {tuple(reward.shape)}, got {tuple(column.shape)}"
         )
 
-    def _gamma_over(
-        self, steps: Tensor, batch: TensorDictBase, gamma: float | Tensor, reward: Tensor
+    def _factor_over_steps(
+        self, name: str, steps: Tensor, batch: TensorDictBase, factor: float | Tensor, reward: Tensor
     ) -> Tensor:
-        """The discount over all ``steps`` of each n-step row: a reward over k rows is discounted k times."""
+        """The discount or decay over the ``steps`` of each row: k times over k steps, not at all over 0."""
         spanned = flat_column(steps, batch, self.places["steps_to_next_obs"]).to(reward.dtype)
-        gamma = torch.as_tensor(gamma, dtype=reward.dtype, device=reward.device)
-        if gamma.ndim:
-            gamma = factor_over("gamma", gamma, reward.shape, batch.batch_dims)
+        factor = torch.as_tensor(factor, dtype=reward.dtype, device=reward.device)
+        if factor.ndim:
+            factor = factor_over(name, factor, reward.shape, batch.batch_dims)
 
-        return gamma ** broadcast_like(spanned, reward)
+        return factor ** broadcast_like(spanned, reward)
 
     def _standardize(self, columns: SeriesColumns, column: Tensor, valid: Tensor | None) -> Tensor:
         """The column with zero mean and unit deviation over the rows that count, or within each group of them."""
@@ -630,6 +635,13 @@ class ValueEstimator(TensorDictModuleBase):
 
         groups = flat_column(require(batch, self.group_key), batch, self.group_key)
         return standardized_in_groups(column, groups, mask)
+
+
+def _lead_to_next_row(steps: Tensor) -> bool:
+    """Whether all ``steps_to_next_obs`` are 0 or 1, as in texts: the next observation is that of the row after."""
+    if is_tracing():
+        return False
+    return not bool((steps > 1).any())
 
 
 def _with_unknown(batch: TensorDictBase, at: Boundaries, *, refuse: bool) -> Boundaries:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from enum import StrEnum
 from functools import reduce
-from typing import Any, ClassVar, TypeAlias, Unpack, cast
+from typing import Any, ClassVar, Literal, TypeAlias, Unpack, cast
 
 import torch
 from tensordict import TensorDict
@@ -39,6 +39,16 @@ from flatroll.layout.keys import ACTION, NestedKey, key_list, require
 from flatroll.layout.sampling import base_sample_key, components
 from flatroll.layout.tensordict_seam import get_entry
 
+#: What lambda decays over.
+LmbdaPer: TypeAlias = Literal["row", "step"]
+
+
+def _factors_of_steps(lmbda_per: LmbdaPer) -> tuple[str, ...]:
+    """Names of the factors that steps of more or less than one row change."""
+    if check_choice("lmbda_per", lmbda_per, ("row", "step")) == "row":
+        return ("gamma",)
+    return ("gamma", "lmbda")
+
 
 class GAE(ValueEstimator):
     """Generalized advantage estimation for a flat batch ``[N]`` or ``[*B, T]``, with runs of any length.
@@ -52,6 +62,9 @@ class GAE(ValueEstimator):
         value_network: tensordict module, e.g. from ``"observation"`` to ``"state_value"`` ``[N, 1]``; None reads
             both values from the batch.
         average_gae: zero mean and unit deviation of the advantage over the rows that count. Default: False.
+        lmbda_per: what ``lmbda`` decays over: ``"row"``, or ``"step"``, like ``gamma``: ``lmbda`` to the power of
+            ``"steps_to_next_obs"``, if the batch has it. In texts a step may be a turn
+            (`flatroll.text.rows_of_texts`). Default: ``"row"``.
         options: what all estimators take, see :class:`~flatroll.estimators.values.base.ValueEstimator`:
             ``differentiable``, ``shifted`` (one call of the network on N + K rows), ``shifted_budget``,
             ``value_chunk_size``, ``num_chunks``, ``skip_existing``, ``check_finite``, ``bootstrap_missing``,
@@ -94,11 +107,13 @@ class GAE(ValueEstimator):
         lmbda: float | Tensor,
         value_network: TensorDictModuleBase | None,
         average_gae: bool = False,
+        lmbda_per: LmbdaPer = "row",
         **options: Unpack[EstimatorOptions],
     ) -> None:
         check_flags(average_gae=average_gae)
         super().__init__(gamma=gamma, value_network=value_network, standardize=average_gae, **options)
         self.number("lmbda", lmbda, options.get("device"))
+        self.factors_of_steps = _factors_of_steps(lmbda_per)
 
     @override
     def estimate(self, inputs: EstimatorInputs) -> tuple[Tensor, Tensor]:
@@ -197,6 +212,7 @@ class TDLambdaEstimator(ValueEstimator):
     Args:
         gamma: discount in [0, 1].
         lmbda: trace decay in [0, 1]: 0 is :class:`TD0Estimator`, 1 is :class:`TD1Estimator`.
+        lmbda_per: as for :class:`GAE`.
         value_network, average_rewards, options: as for :class:`TD0Estimator`, as is what is raised.
 
     Example:
@@ -224,10 +240,12 @@ class TDLambdaEstimator(ValueEstimator):
         lmbda: float | Tensor,
         value_network: TensorDictModuleBase | None,
         average_rewards: bool = False,
+        lmbda_per: LmbdaPer = "row",
         **options: Unpack[EstimatorOptions],
     ) -> None:
         super().__init__(gamma=gamma, value_network=value_network, average_rewards=average_rewards, **options)
         self.number("lmbda", lmbda, options.get("device"))
+        self.factors_of_steps = _factors_of_steps(lmbda_per)
 
     @override
     def estimate(self, inputs: EstimatorInputs) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,7 @@ from flatroll.examples.common import Log, parse, programs
 #: Of each program: options that make it small.
 SMALL = {
     "dqn": "--frames 320 --start 100 --capacity 200 --target-every 20",
+    "grpo": "--frames 320 --prompts 4 --answers 4 --hidden 8 --epochs 1",
     "multi_agent": "--env flatroll.wrappers.testing:ScriptedGame --frames 144 --games 2 --steps 8 --eval-every 48 "
     "--save-every 48",
     "offline_iql": "--frames 60 --eval-every 30 --save-every 30 --episodes-made 4 --batch-size 32",
@@ -38,21 +39,29 @@ SMALL = {
     "recurrent_dqn": "--frames 320 --num-envs 4 --rows 32 --start 100 --capacity 200 --updates 1 --batch-size 40",
     "recurrent_ppo": "--frames 320 --num-envs 4 --steps 16 --hidden 8 --epochs 1 --target 1000 --quiet",
     "sac": "--frames 320 --start 280 --batch-size 32 --num-envs 2",
+    "tool_use": "--frames 320 --texts 16 --hidden 8 --epochs 1",
 }
 SHARED = "--episodes 2 --log-every 1 --eval-every 200 --save-every 100"
 #: Packages that some need, besides those of every installation.
-NEEDS = {"offline_iql": ("minari", "torchrl"), "ppo_pixels": ("envpool",)}
+NEEDS = {
+    "grpo": ("transformers",),
+    "offline_iql": ("minari", "torchrl"),
+    "ppo_pixels": ("envpool",),
+    "tool_use": ("transformers",),
+}
 #: One program of each family, on rows and on sequences, on and off the policy: these are killed in the quick form, too.
 FAMILIES = ("ppo_masked", "recurrent_ppo", "dqn")
 #: Those whose envs take a seed at each reset.
 DETERMINISTIC = [
     "dqn",
+    "grpo",
     "offline_iql",
     "ppo_continuous",
     "ppo_masked",
     "recurrent_dqn",
     "recurrent_ppo",
     "sac",
+    "tool_use",
 ]
 
 

@@ -103,6 +103,20 @@ def _(d: str) -> Any:
     return table[0], table.padded(torch.tensor([1, 0], device=d)), pairs.chosen_data.input_ids
 
 
+@CASES.add("rows of texts", drives="")
+def _(d: str) -> Any:
+    table = text.Sequences()
+    own = torch.tensor([[0, 1, 0, 1], [0, 1, 1, 0]], device=d).bool()
+    options: Any = {"lengths": torch.tensor([4, 3], device=d), "groups": torch.zeros(2, device=d).long()}
+    options["truncated"] = torch.tensor([True, False], device=d)
+    tokens = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0]], device=d)
+    log_probs = -torch.rand(2, 4, generator=torch.Generator().manual_seed(0)).to(d)
+    found = []
+    for rewards in (torch.tensor([1.0, 2.0], device=d), own.float()):
+        found.append(text.rows_of_texts(table, tokens, own, log_probs, rewards, step="turn", **options))
+    return found, text.merge_prefixes(found[1], table)
+
+
 @CASES.parametrized
 def test_equal(name: str) -> None:
     CASES.check(name)

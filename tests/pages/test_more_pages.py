@@ -2,6 +2,7 @@
 
 import gymnasium as gym
 import numpy as np
+import page_blocks
 import pytest
 import torch
 from plain_loop import assert_as_played, assert_equal_but, ends_of, per_env, plain_gae, position_of
@@ -373,3 +374,42 @@ def test_texts(until) -> None:
         score = float((tokens == 7).sum()) - (1.0, 0.0)[text]
         raw = own["next", "reward"] - own["next", "reward_kl"]
         np.testing.assert_allclose(raw.flatten(), [0.0] * (len(own) - 1) + [score], atol=1e-6)
+
+
+def test_answers_in_groups_and_tools(until) -> None:
+    """The texts of the last batch of the first script, and each column of the last one of the second."""
+    pytest.importorskip("transformers")
+    space = until("docs/text/turns.md", "def write(*tokens):")
+    answered = space["rollout"].sequences
+    assert len(answered) == 32 * 8
+    for place, number in enumerate(answered.numbers):
+        assert answered[number][:3].tolist() == space["ids"][place // 8, :3].tolist()
+
+    batch, sequences = space["batch"], space["sequences"]
+    slot, asked, told, answer = (space[name] for name in ("slot", "asked", "told", "answer"))
+    texts = torch.stack([slot, asked, told, answer], 1)
+    assert [sequences[number].tolist() for number in sequences.numbers] == texts.tolist()
+    assert batch["action"].view(64, 2).tolist() == texts[:, [1, 3]].tolist()
+    assert batch["observation"][:, 1].view(64, 2).tolist() == [[1, 3]] * 64
+    assert batch["next", "observation"][:, 1].view(64, 2).tolist() == [[3, 4]] * 64
+    right = torch.stack([told == space["held"], answer == space["held"]], 1)
+    torch.testing.assert_close(batch["next", "reward"].view(64, 2), right * torch.tensor([0.2, 1.0]))
+    assert batch["steps_to_next_obs"].flatten().tolist() == [1] * 128
+    assert batch["next", "terminated"].flatten().tolist() == [False, True] * 64
+    following = batch["next", "state_value"].view(64, 2)
+    assert not following[:, 1].any()
+    target = batch["next", "reward"] + 0.9 * batch["next", "state_value"] - batch["state_value"]
+    first, last = target.view(64, 2).unbind(1)
+    expected = torch.stack([first + 0.9 * 0.95 * last, last], 1)
+    torch.testing.assert_close(batch["advantage"].view(64, 2), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_training_with_groups_or_tools_takes_30_lines() -> None:
+    blocks = page_blocks.blocks_of((page_blocks.ROOT / "docs/text/turns.md").read_text())
+    scripts = [block.text for block in blocks if "optimizer.step()" in block.text]
+    assert len(scripts) == 2
+    for script in scripts:
+        lines = [
+            line for line in script.splitlines() if line.strip() and not line.startswith(("from", "import"))
+        ]
+        assert len(lines) <= 30

@@ -1058,6 +1058,28 @@ def _text() -> Iterator[Case]:
     )
     rows = TensorDict({"observation": torch.tensor([[0, 2], [1, 1]])}, [2])
     yield Case(
+        "rows_of_texts",
+        lambda sequences=None, **texts: text.rows_of_texts(
+            text.Sequences() if sequences is None else sequences, **texts
+        ),
+        lambda: {
+            "tokens": torch.tensor([[5, 6, 7], [5, 8, 0]]),
+            "own": torch.tensor([[False, True, True], [False, True, False]]),
+            "log_probs": torch.tensor([[0.0, -0.1, -0.2], [0.0, -0.3, 0.0]]),
+            "rewards": torch.tensor([1.0, 0.0]),
+            "lengths": torch.tensor([3, 2]),
+            "truncated": torch.tensor([False, True]),
+            "groups": torch.tensor([0, 0]),
+            "step": "token",
+        },
+    )
+    yield Case(
+        "merge_prefixes",
+        text.merge_prefixes,
+        lambda: {"batch": rows.clone(), "sequences": table},
+        names={"batch": "sequence"},
+    )
+    yield Case(
         "TextModule",
         text.TextModule,
         lambda: {"model": make_critic(), "sequences": table},
@@ -1093,7 +1115,7 @@ def _text() -> Iterator[Case]:
         text.RolloutFromModel,
         lambda: {**models, "max_new_tokens": 3},
         lambda made: made.rollout_from_data(prompts),
-        long=("max_new_tokens", "num_steps"),
+        long=("max_new_tokens", "num_steps", "num_answers"),
     )
     rollout = text.RolloutFromModel(**models, max_new_tokens=3)
     yield Case(

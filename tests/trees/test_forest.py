@@ -9,7 +9,7 @@ import torch
 from forms import scaled
 from tensordict import TensorDict
 
-from flatroll.layout import run_ends, split_trajectories
+from flatroll.layout import audit, run_ends, split_trajectories
 from flatroll.trees import MCTSForest, QueryModule, TensorDictMap, Tree
 
 
@@ -373,3 +373,28 @@ def test_a_tree_tells_the_specs_of_its_rows() -> None:
     assert tree.specs["next", "observation"].shape == (3,)
     assert tree.subtree is not None and tree.subtree[0].rollout is not None
     tree.specs.assert_is_in(tree.subtree[0].rollout[0])
+
+
+def test_a_path_through_several_trajectories_is_one() -> None:
+    """Markers of rows that were first seen in different trajectories, at other steps."""
+    forest = MCTSForest()
+    for number, (seen, step) in enumerate([([0, 1, 2], 0), ([7, 1, 3], 4), ([3, 4], 0)]):
+        length = len(seen) - 1
+        steps = torch.arange(step, step + length).unsqueeze(1)
+        columns = {
+            "observation": torch.tensor(seen[:-1]),
+            "action": torch.tensor(seen[1:]),
+            "is_init": steps == step,
+            "step_count": steps,
+            "collector": {"traj_ids": torch.full((length,), number)},
+            "next": {"observation": torch.tensor(seen[1:]), "step_count": steps + 1},
+        }
+        forest.extend(TensorDict(columns, [length]))
+    tree = forest.get_tree(TensorDict({"observation": torch.tensor(0)}))
+    paths = [tree.rollout_from_path(path) for path in tree.valid_paths()]
+    assert [path["action"].tolist() for path in paths] == [[1, 2], [1, 3, 4]]
+    for path, number in zip(paths, (0, 2), strict=True):
+        assert audit(path) == [] and int(run_ends(path).sum()) == 1
+        assert path["collector", "traj_ids"].tolist() == [number] * len(path)
+        assert path["step_count"].flatten().tolist() == list(range(len(path)))
+    assert forest.rows(torch.arange(5))["collector", "traj_ids"].tolist() == [0, 0, 1, 1, 2]  # as first seen

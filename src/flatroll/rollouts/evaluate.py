@@ -483,13 +483,16 @@ class Evaluator:
         """Evaluate if due; return whether the best mean return so far has reached ``stop_at``."""
         if frames - self._last >= self.every:
             self._last = frames
-            found = evaluate(self.env, self.policy, episodes=self.episodes, **self.options)
+            found = self._evaluate()
             self.history.append((frames, found))
             if found.mean > self.best_mean:
                 self.best_mean, self.best_frames = found.mean, frames
                 self.best_weights = deepcopy(self.policy.state_dict())
 
         return self.stop_at is not None and self.best_mean >= self.stop_at
+
+    def _evaluate(self) -> Evaluation:
+        return evaluate(self.env, self.policy, episodes=self.episodes, **self.options)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the time of the last evaluation and the best weights, without the history."""

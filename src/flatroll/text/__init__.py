@@ -10,6 +10,7 @@ from flatroll.text.kl import (
     kl_estimate,
 )
 from flatroll.text.rollout import RolloutFromModel
+from flatroll.text.rows import merge_prefixes, rows_of_texts
 from flatroll.text.sequences import Sequences, TextModule
 from flatroll.text.tokenize import PromptTensorDictTokenizer, TensorDictTokenizer
 
@@ -30,4 +31,6 @@ __all__ = [
     "create_infinite_iterator",
     "get_dataloader",
     "kl_estimate",
+    "merge_prefixes",
+    "rows_of_texts",
 ]

@@ -1,13 +1,14 @@
 """Rollouts of causal language models, as flat batches or padded."""
 
+import inspect
 from collections import deque
 from typing import Any, get_args
 
 import torch
 from tensordict import TensorDict
-from torch import Tensor
+from torch import Tensor, nn
 
-from flatroll.layout import ACTION, IS_INIT, NEXT, OBSERVATION, STEP_COUNT
+from flatroll.layout import ACTION, NEXT
 from flatroll.layout.checks import (
     as_text,
     check_choice,
@@ -22,6 +23,7 @@ from flatroll.layout.keys import ID_BITS
 from flatroll.text.data import PromptData
 from flatroll.text.kl import KLControllerBase, KLEstimator, kl_estimate
 from flatroll.text.passes import Passes, evaluating, most_positions, noted
+from flatroll.text.rows import rows_of_texts
 from flatroll.text.sampling import (
     CachedSteps,
     check_config,
@@ -32,6 +34,9 @@ from flatroll.text.sampling import (
     token_log_probs,
 )
 from flatroll.text.sequences import Sequences
+
+#: What a reward model is passed besides texts and masks, if its signature names it.
+_OF_PROMPTS = ("prompt_numbers", "prompt_lengths", "prompt_labels")
 
 
 class RolloutFromModel:
@@ -48,7 +53,10 @@ class RolloutFromModel:
         model: causal language model of transformers.
         ref_model: the model to stay close to, with the same tokens.
         reward_model: called with ``input_ids=, attention_mask=`` ``[B, L]``; returns rewards of tokens, which are not
-            used, and scores ``[B]`` or ``[B, 1]``.
+            used, and scores ``[B]`` or ``[B, 1]``. If its signature names them, it also gets ``prompt_numbers=``
+            int64 ``[B]``, the index of each text's prompt in the batch of prompts, ``prompt_lengths=`` int64 ``[B]``,
+            the tokens of the prompt, with which each text begins, and ``prompt_labels=`` ``[B, ...]``, the ``labels``
+            of the prompt.
         kl_coef: weight of the KL penalty. Default: 0.1.
         max_new_tokens: T, maximum number of tokens of a continuation. Default: 50.
         score_clip: the difference of scores is clipped to this, on both sides. Default: 10.
@@ -65,6 +73,8 @@ class RolloutFromModel:
             Log-probabilities are those of the model in any case. Default: False.
         generator: source of randomness. Default: torch's global one, which is always used with ``generation_config``.
         writer: number that makes the trajectory ids of several objects distinct. Default: 0.
+        num_answers: K, continuations of each prompt, which follow one another and have the same number under
+            ``"group"``: what `flatroll.estimators.GroupAdvantage` compares. Default: 1.
 
     Attributes:
         sequences: the texts that rows of flat batches refer to.
@@ -93,6 +103,7 @@ class RolloutFromModel:
         allow_off_policy: bool = False,
         generator: torch.Generator | None = None,
         writer: int = 0,
+        num_answers: int = 1,
     ) -> None:
         if num_steps is not None:
             check_whole_number("num_steps", num_steps)
@@ -110,6 +121,7 @@ class RolloutFromModel:
             check_type("generator", generator, torch.Generator, "a torch.Generator or None")
 
         self.max_new_tokens = check_whole_number("max_new_tokens", max_new_tokens)
+        self.num_answers = check_whole_number("num_answers", num_answers)
         self.score_clip = float(check_number("score_clip", score_clip, least=0))
         self.kl_scheduler = kl_scheduler
         self.flat = flat
@@ -153,17 +165,18 @@ class RolloutFromModel:
 
     @torch.no_grad()
     def generate(self, batch: PromptData, generation_config: Any = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Continue prompts.
+        """Continue each prompt ``num_answers`` times.
 
         Args:
             batch: `PromptData` ``[B]`` with texts of L tokens.
             generation_config: in place of the object's own. Default: None.
 
         Returns:
-            texts int64 ``[B, L + T]``, each prompt followed by its continuation, and padding; log-probabilities of the
-            T tokens ``[B, T, 1]``; and log-ratios between model and reference ``[B, T]``. Both are 0 behind a text's
-            end.
+            texts int64 ``[B * K, L + T]``, each prompt followed by its continuation, and padding; log-probabilities of
+            the T tokens ``[B * K, T, 1]``; and log-ratios between model and reference ``[B * K, T]``. Both are 0
+            behind a text's end. The K continuations of a prompt follow one another.
         """
+        batch = self._repeated(batch)
         lengths = self._prompt_lengths(batch)
         config = generation_config
         if config is None:
@@ -224,22 +237,29 @@ class RolloutFromModel:
         * ``observation``, int64 ``[N, 2]``: the context, as the number of the text in ``self.sequences`` and the
           number of its tokens read so far; a `TextModule` reads it. ``("next", "observation")`` likewise.
         * ``action``, int64 ``[N]``: the token; ``action_log_prob`` ``[N]``.
+        * ``group``, int64 ``[N]``: equal for the answers to one prompt, the number of the first of them.
         * under ``"next"``, ``reward`` and its parts ``reward_raw`` (the score) and ``reward_kl`` ``[N, 1]``.
         * the marks ``is_init``, ``step_count``, trajectory ids, and under ``"next"`` ``terminated``, ``truncated``,
           ``done``.
 
-        With ``flat=False``, a batch ``[B, T]`` with the whole text at each token: ``input_ids`` and ``attention_mask``
-        ``[B, T, L + T]`` and those under ``"next"``; ``action`` ``[B, T]``, ``sample_log_prob`` ``[B, T, 1]``; rewards
-        and flags as above ``[B, T, 1]``. Tokens behind a text's end are padding, without reward and not done:
-        ``("collector", "mask")`` ``[B, T]`` is False there.
+        With ``flat=False``, a batch ``[B * K, T]`` with the whole text at each token: ``input_ids`` and
+        ``attention_mask`` ``[B * K, T, L + T]`` and those under ``"next"``; ``action`` and ``group`` ``[B * K, T]``,
+        ``sample_log_prob`` ``[B * K, T, 1]``; rewards and flags as above ``[B * K, T, 1]``. Tokens behind a text's end
+        are padding, without reward and not done: ``("collector", "mask")`` ``[B * K, T]`` is False there.
 
         Args:
-            batch: the `PromptData` ``[B]``.
-            generated: int64 ``[B, L + T]``.
-            log_probs: ``[B, T, 1]``.
-            log_ratio: ``[B, T]``.
+            batch: the `PromptData` ``[B]``, each of which has ``num_answers`` K texts.
+            generated: int64 ``[B * K, L + T]``.
+            log_probs: ``[B * K, T, 1]``.
+            log_ratio: ``[B * K, T]``.
         """
-        lengths = self._prompt_lengths(batch)
+        lengths = self._prompt_lengths(self._repeated(batch))
+        if len(generated) != len(lengths):
+            raise ValueError(
+                f"generated must have {self.num_answers} texts (num_answers) for each of the {len(batch)} prompts, "
+                f"got {len(generated)}"
+            )
+        prompt = torch.arange(len(lengths), device=generated.device) // self.num_answers
         action = generated.gather(1, self._places(lengths))
         ends = is_end(action, self.eos_token_ids)
         real = _up_to_first(ends)
@@ -250,33 +270,39 @@ class RolloutFromModel:
         whole = lengths + counts
         written = torch.arange(generated.shape[1], device=generated.device) < whole.unsqueeze(1)  # [B, L + T]
 
-        score = self._scores(batch, generated, written)
+        score = self._scores(batch, generated, written, prompt)
         final = counts.cumsum(0) - 1  # row of the last token of each text
 
         kl = kl_estimate(log_ratio.flatten().index_select(0, row), self.kl_estimator)
         self._kls.append(float(kl.mean()))
         reward_kl = -self.kl_coef * kl
         raw = torch.zeros_like(reward_kl).index_copy_(0, final, score)
-        done = torch.zeros_like(row, dtype=torch.bool).index_fill_(0, final, True)
-        terminated = done & ends.flatten().index_select(0, row)
-        after = {"reward": raw + reward_kl, "reward_raw": raw, "reward_kl": reward_kl}
-        after |= {"terminated": terminated, "truncated": done ^ terminated, "done": done}
-        after = {name: column.unsqueeze(1) for name, column in after.items()}
+        rewards = {"reward": raw + reward_kl, "reward_raw": raw, "reward_kl": reward_kl}
+        rewards = {name: column.unsqueeze(1) for name, column in rewards.items()}
+        truncated = ~(ends & real).any(1)
+        # The K answers to a prompt have the number of the first one, which is new in each rollout.
+        group = self.sequences.numbers.stop + prompt * self.num_answers
 
         device = generated.device
-        drawn = action.flatten()
         if self.flat:
-            own = {ACTION: drawn.index_select(0, row)}
-            own["action_log_prob"] = log_probs.flatten().index_select(0, row)
-            known = generated.flatten().index_select(0, written.flatten().nonzero().squeeze(1))
-            marks = _marks(self.sequences.add(known, whole, lengths), lengths, text, step)
-            after["observation"] = marks[OBSERVATION] + marks[OBSERVATION].new_tensor([0, 1])
-            return TensorDict(own | marks | {NEXT: TensorDict(after, [len(row)], device)}, [len(row)], device)
+            places = self._places(lengths)
+            own = torch.zeros_like(written).scatter_(1, places, real)
+            of_tokens = torch.zeros(generated.shape, device=device).scatter_(1, places, log_probs.squeeze(2))
+            texts: dict[str, Any] = {"lengths": whole, "truncated": truncated, "groups": group}
+            batch_of_rows = rows_of_texts(self.sequences, generated, own, of_tokens, score, **texts)
+            for name, column in rewards.items():
+                batch_of_rows.set((NEXT, name), column)
+            return batch_of_rows
 
         shape = real.shape
+        done = torch.zeros_like(row, dtype=torch.bool).index_fill_(0, final, True)
+        cut = done & truncated.index_select(0, text)
+        flags = {"terminated": done ^ cut, "truncated": cut, "done": done}
+        after = rewards | {name: column.unsqueeze(1) for name, column in flags.items()}
         after = {name: _spread(column, row, shape) for name, column in after.items()}
         now, then = _whole_texts(generated, lengths, counts, self.pad_token_id, shape[1])
         now |= {ACTION: action, "sample_log_prob": log_probs}
+        now["group"] = group.unsqueeze(1).repeat(1, shape[1])
         return TensorDict(now | {"collector": {"mask": real}, NEXT: after | then}, shape, device)
 
     def step_scheduler(self) -> float:
@@ -312,25 +338,70 @@ class RolloutFromModel:
         """Return the positions of the T tokens of each continuation, after the prompt, int64 ``[B, T]``."""
         return lengths.unsqueeze(1) + torch.arange(self.max_new_tokens, device=lengths.device)
 
-    def _scores(self, batch: PromptData, generated: Tensor, written: Tensor) -> Tensor:
-        """Scores of the texts over those of the data's own, clipped: ``[B]``."""
-        with evaluating(self.reward_model), noted("In reward_model(input_ids=, attention_mask=)"):
-            both = [
-                self.reward_model(input_ids=ids, attention_mask=known.to(torch.int64))[-1]
-                for ids, known in ((generated, written), (batch.input_ids, batch.attention_mask))
-            ]
+    def _repeated(self, batch: PromptData) -> PromptData:
+        """Each prompt ``num_answers`` times, one after the other."""
+        if self.num_answers == 1 or not isinstance(batch, PromptData):
+            return batch
+        columns = [
+            column.repeat_interleave(self.num_answers, 0)
+            for column in (batch.input_ids, batch.attention_mask, batch.prompt_rindex)
+        ]
+        return PromptData(*columns, batch_size=[len(columns[0])])
 
-        for score in both:
-            if score.shape not in ((len(written),), (len(written), 1)):
+    def _scores(self, batch: PromptData, generated: Tensor, written: Tensor, prompt: Tensor) -> Tensor:
+        """Scores of the texts ``[B * K]`` over those of the data's own, clipped; ``prompt`` is each text's prompt."""
+        numbers = torch.arange(len(batch.input_ids), device=prompt.device)
+        both = []
+        with evaluating(self.reward_model), noted("In reward_model(input_ids=, attention_mask=)"):
+            for ids, known, of in (
+                (generated, written, prompt),
+                (batch.input_ids, batch.attention_mask, numbers),
+            ):
+                asked = self._of_prompts(batch, of)
+                both.append(
+                    self.reward_model(input_ids=ids, attention_mask=known.to(torch.int64), **asked)[-1]
+                )
+
+        for score, count in zip(both, (len(prompt), len(numbers)), strict=True):
+            if score.shape not in ((count,), (count, 1)):
                 raise ValueError(
-                    f"reward_model must return (rewards, scores) with scores [{len(written)}], got {tuple(score.shape)}"
+                    f"reward_model must return (rewards, scores) with scores [{count}], got {tuple(score.shape)}"
                 )
         score, own = (score.reshape(-1).to(generated.device, torch.float32) for score in both)
+        own = own.index_select(0, prompt)
 
         if not bool((score - own).isfinite().all()):
             raise ValueError("reward_model returned a score that is not finite")
         gain: Tensor = score - own
         return gain.clamp(-self.score_clip, self.score_clip)
+
+    def _of_prompts(self, batch: PromptData, prompt: Tensor) -> dict[str, Tensor]:
+        """What the reward model's signature asks for about the prompts of texts, int64 ``[B]``."""
+        function = self.reward_model
+        if isinstance(function, nn.Module):
+            function = function.forward
+        try:
+            accepted = inspect.signature(function).parameters
+        except (TypeError, ValueError):  # some callables that are not written in Python have none
+            return {}
+
+        found = {}
+        for name in _OF_PROMPTS:
+            if name not in accepted:
+                continue
+            if name == "prompt_numbers":
+                found[name] = prompt
+                continue
+            column = batch.labels
+            if name == "prompt_lengths":
+                column = batch.prompt_rindex + 1
+            if column is None:
+                raise ValueError(
+                    "reward_model asks for prompt_labels, but the batch of prompts has no labels: pass labels= to "
+                    "PromptData"
+                )
+            found[name] = column.index_select(0, prompt)
+        return found
 
     def _prompt_lengths(self, batch: PromptData) -> Tensor:
         """Tokens of each prompt, int64 ``[B]``, checked."""
@@ -375,17 +446,6 @@ class RolloutFromModel:
 def _up_to_first(ends: Tensor) -> Tensor:
     """Which entries of bool rows ``[B, T]`` have no True before them."""
     return (ends.cumsum(1) - ends.to(torch.int64)) == 0
-
-
-def _marks(numbers: Tensor, lengths: Tensor, text: Tensor, step: Tensor) -> dict[str, Any]:
-    """Marks and observations of the rows of a flat batch: token ``step`` of text ``text``, which has a number."""
-    number = numbers.index_select(0, text)
-    return {
-        OBSERVATION: torch.stack([number, lengths.index_select(0, text) + step], 1),
-        IS_INIT: (step == 0).unsqueeze(1),
-        STEP_COUNT: step.clone().unsqueeze(1),  # clone: step is a strided column
-        "collector": {"traj_ids": number},
-    }
 
 
 def _spread(column: Tensor, row: Tensor, shape: torch.Size) -> Tensor:

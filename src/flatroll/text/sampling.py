@@ -298,7 +298,7 @@ def check_config(config: Any, model: object, max_new_tokens: int, allow_off_poli
     if refused:
         raise ValueError(
             f"generation_config has {_as_text(refused)}: a rollout draws one text for each prompt, which ends "
-            "at EOS or after max_new_tokens; repeat prompts to draw several"
+            "at EOS or after max_new_tokens; pass num_answers= to draw several"
         )
 
     if config.max_new_tokens not in (None, max_new_tokens):

@@ -10,7 +10,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from flatroll.layout.checks import check_choice
-from flatroll.layout.keys import NestedKey, next_key
+from flatroll.layout.keys import IS_INIT, STEP_COUNT, TRAJ_IDS, NestedKey, next_key, under_next
 from flatroll.layout.tensordict_seam import nest
 from flatroll.specs import Composite, make_composite_from_td
 from flatroll.trees.rows import GrowingColumns
@@ -418,7 +418,11 @@ class Tree:
         return found
 
     def rollout_from_path(self, path: Path) -> TensorDict | None:
-        """Return the transitions along a path, including this vertex's own, as rows ``[T]``; None if there are none."""
+        """Return the transitions along a path, including this vertex's own, as rows ``[T]``; None if there are none.
+
+        The rows may have been seen in several trajectories. Here they are one: trajectory ids are those of the last
+        row, step counts continue that of the first one, and only the first row may be an ``is_init``.
+        """
         self.get_vertex(path)
         vertex = self.node_id
         edges = list(self._chain)
@@ -426,7 +430,7 @@ class Tree:
             vertex = cast(list[int], self._vertices.children[vertex])[i]
             edges += self._vertices.chains[vertex]
         if edges:
-            return self._vertices.graph.rows.get(torch.tensor(edges))
+            return _as_one_trajectory(self._vertices.graph.rows.get(torch.tensor(edges)))
         return None
 
     # -- display -----------------------------------------------------------------------------------------------------
@@ -503,3 +507,21 @@ class Tree:
                 'plot draws with matplotlib, which is missing: pip install "flatroll[plot]"'
             ) from error
         return draw(self, figure, ax, make_labels, max_vertices)
+
+
+def _as_one_trajectory(rows: TensorDict) -> TensorDict:
+    """Make the markers of rows ``[T]``, where they are there, those of one trajectory; change the rows in place."""
+    ids = rows.get(TRAJ_IDS, None)
+    if ids is not None:
+        rows.set(TRAJ_IDS, ids[-1:].expand_as(ids).clone())
+
+    is_init = rows.get(IS_INIT, None)
+    if is_init is not None:
+        is_init[1:] = False  # the rows are a copy
+
+    for key in (STEP_COUNT, under_next(STEP_COUNT)):
+        step = rows.get(key, None)
+        if step is not None:
+            after_first = torch.arange(len(rows), dtype=step.dtype).view(-1, *[1] * (step.ndim - 1))
+            rows.set(key, step[:1] + after_first)
+    return rows
