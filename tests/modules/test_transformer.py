@@ -1,5 +1,6 @@
 """TransformerModule: cached steps, flat passes and a plain loop give the same numbers and gradients."""
 
+import itertools
 import math
 import warnings
 
@@ -478,3 +479,108 @@ def test_wrong_rows():
     batch["step_count"] = torch.tensor([[0], [1], [2], [4], [3], [5]])
     with pytest.raises(ValueError, match=r"row 3 does not follow row 2"):
         flat(module, batch)
+
+
+# --- windows ------------------------------------------------------------------------------------------------------
+
+
+def in_windows(module, batch, sizes):
+    """Flat passes over windows, each from the caches that the one before left."""
+    caches = None
+    outputs = []
+    for window in batch.split(sizes):
+        with module.begin_from(caches) as after:
+            outputs.append(flat(module, window))
+        caches = after
+    return torch.cat(outputs)
+
+
+def with_done(batch):
+    ends = torch.cat([batch["is_init"][1:], torch.zeros(1, 1, dtype=torch.bool)])
+    batch["next", "done"] = ends
+    return batch
+
+
+@examples(25)
+@given(
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=6),
+    cuts=st.lists(st.floats(0, 1), max_size=6),
+    context=st.sampled_from([1, 2, 7, 33, 64, None]),
+    position=st.sampled_from(POSITIONS),
+)
+def test_any_cut_into_windows_gives_the_same_numbers(lengths, cuts, context, position):
+    if position == "learned" and context is None:
+        return
+    module = module_of(context=context, position=position)
+    batch = with_done(batch_of(lengths))
+    edges = sorted({0, len(batch), *(int(cut * len(batch)) for cut in cuts)})
+    sizes = [stop - first for first, stop in itertools.pairwise(edges)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = in_windows(module, batch, sizes)
+    torch.testing.assert_close(found, flat(module, batch), atol=1e-10, rtol=0)
+
+
+def test_gradients_end_at_a_cut():
+    module = module_of(1, context=8)
+    batch = with_done(batch_of([12]))
+    with module.begin_from(None) as after:
+        flat(module, batch[:5])
+    rows = batch[5:].clone()
+    rows["observation"].requires_grad_()
+    with module.begin_from(after):
+        flat(module, rows)[0].sum().backward()
+    assert rows["observation"].grad.abs().sum(-1).nonzero().flatten().tolist() == [0]
+    assert not after["_cache"].requires_grad
+
+
+def test_caches_of_a_window_are_those_of_steps():
+    module = module_of(3, context=4, gate="gtrxl")
+    batch = with_done(batch_of([3, 6, 9]))[:-2]
+    with module.begin_from(None) as after:
+        flat(module, batch)
+    step = module.make_tensordict_primer().expand(1).clone()
+    with torch.no_grad():
+        for row in batch.exclude("next").split(1):
+            step = carried(module(step.update(row)))
+    torch.testing.assert_close(after["_cache"], step["_cache"], atol=1e-12, rtol=0)
+    assert after["_cache_steps"].tolist() == step["_cache_steps"].tolist() == [7]
+
+
+def test_padding_has_no_cache():
+    module = module_of(context=4)
+    rows = with_done(batch_of([9, 5]))
+    mask = torch.tensor([[True] * 5, [True] * 2 + [False] * 3])
+    padded = torch.stack([rows[:5], rows[9:14]])
+    padded["collector", "mask"] = mask
+    padded["is_init"] &= mask.unsqueeze(-1)
+    padded["next", "done"] &= mask.unsqueeze(-1)
+    with module.begin_from(None) as after:
+        flat(module, padded)
+    assert after["_cache_steps"].tolist() == [5, 2]
+
+
+def test_windows_that_do_not_follow_one_another():
+    module = module_of(context=4)
+    batch = with_done(batch_of([6, 6]))
+    batch["collector", "traj_ids"] = torch.arange(2).repeat_interleave(6)
+    with module.begin_from(None) as after:
+        flat(module, batch[:4])
+    with (
+        module.begin_from(after),
+        pytest.raises(ValueError, match=r"0 runs .* inside an episode, got caches for 1"),
+    ):
+        flat(module, batch[6:])
+    with (
+        module.begin_from(after),
+        pytest.raises(ValueError, match=r"trajectories \[1\], got caches for \[0\]"),
+    ):
+        flat(module, batch[9:])
+    with module.begin_from({}), pytest.raises(KeyError, match=r"caches have no entry '_cache'"):
+        flat(module, batch[4:])
+    after["_cache"] = after["_cache"].float()
+    with module.begin_from(after), pytest.raises(TypeError, match=r"must be torch.float64 like the weights"):
+        flat(module, batch[4:])
+    with module.begin_from(None) as unfilled:
+        flat(module, batch[:4].exclude("next"))  # nobody knows whether its run goes on
+    assert unfilled == {}

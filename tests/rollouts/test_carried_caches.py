@@ -1,6 +1,7 @@
 """Caches of a TransformerModule: carried by whoever steps, in no batch, and the flat pass gives the same numbers."""
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -268,3 +269,19 @@ def test_q_values_of_slices_with_burn_in() -> None:
     loss(buffer.sample())["loss"].backward()
     with pytest.warns(UserWarning, match="runs begin inside an episode"):
         DQNLoss(net)(buffer.sample())["loss"].backward()
+
+
+@pytest.mark.parametrize("context", [5, None])
+@pytest.mark.parametrize("which", MODES)
+def test_windows_of_a_collector_repeat_what_was_collected(which: str, context: int | None) -> None:
+    """Their runs begin inside episodes, with the caches that the window before left."""
+    policy = policy_of(context)
+    caches = None
+    cuts = 0
+    for batch in Collector(make(which), policy, frames_per_batch=21, total_frames=210):
+        cuts += int((run_starts(batch) & ~batch["is_init"].squeeze(-1)).sum())
+        with policy[0].begin_from(caches) as after, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            check_logits(policy, batch)
+        caches = after
+    assert cuts > 10

@@ -15,6 +15,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from flatroll.kernels.attention import step_loop
 from flatroll.kernels.scan import is_tracing, machine_code
+from flatroll.layout.boundaries import steps_into_run
 from flatroll.layout.transfers import upload
 
 #: Runs of a part are at least this share of its longest one, or shorter by this many rows at most.
@@ -152,6 +153,81 @@ class GroupedRuns:
             return (rows,)
         padded: Tensor = _Pad.apply(rows, *self.places)  # type: ignore[no-untyped-call]  # torch leaves it so
         return torch.split(padded, [part.pieces * part.length for part in self.parts])
+
+
+class ContinuedRuns:
+    """The same where some runs go on from caches: rows of a cache are context in front of their run.
+
+    Args:
+        starts: bool ``[N]`` on the CPU, True at first rows.
+        context: see `GroupedRuns`.
+        runs: int64 ``[K]`` on the CPU, the runs that go on, in ascending order.
+        cache: ``[K, layers, 2, heads, P, size]``, on the rows' device.
+        steps: int64 ``[K]`` on the CPU, rows of the episode before the run.
+        biased: see `GroupedRuns`.
+    """
+
+    def __init__(
+        self, starts: Tensor, context: int | None, runs: Tensor, cache: Tensor, steps: Tensor, *, biased: bool
+    ) -> None:
+        device = cache.device
+        slots = cache.shape[4]
+        first = starts.nonzero().squeeze(1)
+        lengths = first.diff(append=first.new_tensor([len(starts)]))
+        #: Rows of the episode at the end of each run, and how many of them are known; int64 ``[R]`` on the CPU.
+        self.total = lengths.index_add(0, runs, steps)
+        held = steps.clamp(max=slots)
+        self.known = lengths.index_add(0, runs, held)
+
+        # with the rows of caches in front of their runs
+        self.ends = self.known.cumsum(0)
+        begins = self.ends - self.known
+        rows = int(self.ends[-1])
+        longer = torch.zeros(rows, dtype=torch.bool).index_fill_(0, begins, True)
+        self.runs = GroupedRuns(longer, context, device, biased=biased)
+
+        # the j-th of the rows that a cache holds is row `steps - held + j` of its episode
+        which = torch.repeat_interleave(held)
+        j = torch.arange(len(which)) - (held.cumsum(0) - held)[which]
+        cached = begins[runs][which] + j
+        slot = (steps - held)[which].add(j) % slots
+        own = torch.ones(rows, dtype=torch.bool).index_fill_(0, cached, False).nonzero().squeeze(1)
+        # the first row of a longer run is the first one that its cache still holds
+        lost = (self.total - self.known)[longer.cumsum(0) - 1]
+        #: Position of each row in its episode, int64 ``[N]`` on the rows' device.
+        self.position = upload((steps_into_run(longer) + lost)[own], device)
+        self.which, self.slot, self.cached, self.own = (
+            upload(index, device) for index in (which, slot, cached, own)
+        )
+        self.cache = cache
+        self._heads: list[Tensor] = []  # of each layer, with the rows of caches
+
+    def attend(self, layer: int, heads: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Attention`."""
+        held = self.cache[self.which, layer, :, :, self.slot].to(
+            heads.dtype
+        )  # [rows of caches, 2, heads, size]
+        longer = heads.new_zeros(len(held) + len(heads), *heads.shape[1:])
+        longer[self.cached, 1:] = held
+        longer = longer.index_copy(0, self.own, heads)
+        self._heads.append(longer.detach())
+        return self.runs.attend(layer, longer, bias).index_select(0, self.own)
+
+    def cache_after(self, runs: Tensor, slots: int) -> Tensor:
+        """Return the cache after the last rows of runs (int64 ``[M]``), ``[M, layers, 2, heads, slots, size]``."""
+        total = self.total[runs, None]
+        # how many rows before the end of the run the row of each slot is
+        before_end = (total - 1 - torch.arange(slots)) % slots + 1
+        row = self.ends[runs, None] - before_end
+        empty = upload(before_end > self.known[runs, None], self.cache.device)
+        row = upload(row.clamp_(min=0), self.cache.device)
+
+        layers = []
+        for heads in self._heads:
+            kept = heads[:, 1:][row]  # [M, slots, 2, heads, size]
+            kept = kept.masked_fill(empty[:, :, None, None, None], 0)
+            layers.append(kept.permute(0, 2, 3, 1, 4))
+        return torch.stack(layers, 1).to(self.cache.dtype)
 
 
 class MaskedRuns:
