@@ -13,6 +13,7 @@ from tensordict import TensorDict
 
 from flatroll.layout import run_starts
 from flatroll.modules import BurnIn, TransformerModule, set_recurrent_mode
+from flatroll.modules.backends import mlp
 
 IN, WIDTH, HEADS = 3, 8, 2
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 0.2}
@@ -255,6 +256,29 @@ def test_gradients_of_gradients_pass_the_padding():
     assert torch.autograd.gradcheck(around, rows) and torch.autograd.gradgradcheck(around, rows)
 
 
+@pytest.mark.parametrize("rows", [1, 63, 200])
+def test_pieces_of_the_mlp_are_the_whole(rows, monkeypatch):
+    """Also the gradients of their gradients, and where some weights are frozen."""
+    monkeypatch.setattr(mlp, "_PIECE", 64 * 4 * WIDTH)
+    [block] = module_of(1).network.blocks
+    up, _, down = block.mlp
+    weights = [*block.mlp_norm.parameters(), *up.parameters(), *down.parameters()]
+    x = batch_of([rows])["observation"].repeat(1, 3)[:, :WIDTH].requires_grad_()
+    up.bias.requires_grad_(False)
+    wanted = [x, *(weight for weight in weights if weight.requires_grad)]
+
+    def gradients(out):
+        first = torch.autograd.grad(out.sin().sum(), wanted, create_graph=True)
+        second = torch.autograd.grad(sum(grad.square().sum() for grad in first), wanted, retain_graph=True)
+        return torch.autograd.grad(out.sin().sum(), wanted), first, second
+
+    found = mlp.normed_mlp(x, tuple(weights), block.mlp_norm.eps)
+    expected = block.mlp(block.mlp_norm(x))
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+    for one, other in zip(gradients(found), gradients(expected), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
+
+
 # --- burn-in ------------------------------------------------------------------------------------------------------
 
 
@@ -334,6 +358,19 @@ def test_steps_write_in_place_and_allocate_no_cache():
             places.add(step["_cache"].data_ptr())
     assert len(places) == 1
     assert step["_cache_steps"].tolist() == [20, 2, 6]
+
+
+def test_steps_without_a_gradient_follow_those_with_one():
+    module = module_of(context=4)
+    batch = batch_of([9])
+    step = module.make_tensordict_primer().expand(1)
+    outputs = []
+    for row in batch.split(1):
+        with torch.set_grad_enabled(len(outputs) in (2, 3, 6)):
+            step = module(step.update(row))
+        outputs.append(step["features"])
+        step = carried(step)
+    torch.testing.assert_close(torch.cat(outputs), flat(module, batch), atol=1e-10, rtol=0)
 
 
 def test_a_cache_without_limit_doubles():
@@ -459,9 +496,14 @@ def test_wrong_inputs(columns):
         step(_cache=cache.to("meta"))
     with pytest.raises(TypeError, match=r"must be torch.float32 like the weights, got torch.float64"):
         step(_cache=cache.double())
+    for steps in (torch.zeros(2), torch.zeros(2, dtype=torch.int64, device="meta")):
+        with pytest.raises(ValueError, match=r"'_cache_steps' of the cache must be int64 \[2\] on cpu, got"):
+            step(_cache_steps=steps)
     if columns:
         with pytest.raises(ValueError, match=r"must have shape \(2, 2, 2, 2, 4, 4\).*got \(3, "):
             step(_cache=cache.new_zeros(3, 2, 2, 2, 4, 4))
+        with pytest.raises(ValueError, match=r"must be int64 \[2\] on cpu, got torch.int64 \[1\]"):
+            step(_cache_steps=torch.zeros(1, dtype=torch.int64))
     else:
         with pytest.raises(ValueError, match=r"must have shape \(2, 3\) \(input_size=3\), got \(2, 5\)"):
             step(observation=torch.zeros(2, 5))

@@ -198,9 +198,10 @@ class TransformerModule(MemoryModule):
         is_init = columns[self._init_key].reshape(-1)
         rows = columns[self._input_key]
         cache = columns[cache_key]
-        self._check_cache(cache, len(rows))
+        steps = columns[steps_key]
+        self._check_cache(cache, steps, len(rows))
 
-        out, after = self._step(rows, cache, columns[steps_key], is_init)
+        out, after = self._step(rows, cache, steps, is_init)
         columns[self._output_key] = out
         columns.update(zip(self._state_out, after, strict=True))
 
@@ -232,8 +233,9 @@ class TransformerModule(MemoryModule):
         steps = batch.get(steps_key, None)
         if cache is not None and steps is not None:
             cache = cache.reshape(-1, *cache.shape[batch.batch_dims :])
-            self._check_cache(cache, batch.numel())
-            return cache, steps.reshape(-1)
+            steps = steps.reshape(-1)
+            self._check_cache(cache, steps, batch.numel())
+            return cache, steps
 
         # checked only where it needs no host sync
         if is_init.is_cpu and not bool(is_init.all()):
@@ -256,8 +258,8 @@ class TransformerModule(MemoryModule):
     def _cache_shape(self, slots: int) -> tuple[int, ...]:
         return self.num_layers, 2, self.num_heads, slots, self.embed_size // self.num_heads
 
-    def _check_cache(self, cache: Tensor, envs: int) -> None:
-        """Refuse a cache of another shape, dtype or device than that of ``envs`` envs."""
+    def _check_cache(self, cache: Tensor, steps: Tensor, envs: int) -> None:
+        """Refuse a cache and steps of another shape, dtype or device than those of ``envs`` envs."""
         slots = self.context
         if slots is None and cache.ndim == 6:
             slots = cache.shape[4]
@@ -277,6 +279,11 @@ class TransformerModule(MemoryModule):
         if cache.dtype != self.weight.dtype:
             raise TypeError(
                 f"the cache {key!r} must be {self.weight.dtype} like the weights, got {cache.dtype}: {way_out}"
+            )
+        if steps.shape != (envs,) or steps.dtype is not torch.int64 or steps.device != cache.device:
+            raise ValueError(
+                f"the steps {self._state_in[1]!r} of the cache must be int64 [{envs}] on {cache.device}, got "
+                f"{steps.dtype} {list(steps.shape)} on {steps.device}: {way_out}"
             )
 
     @override
@@ -379,7 +386,7 @@ class TransformerModule(MemoryModule):
             raise ValueError(
                 f"{len(runs)} runs of the batch begin inside an episode, got caches for {len(cache)}: {way_out}"
             )
-        self._check_cache(cache, len(runs))
+        self._check_cache(cache, caches[steps_key], len(runs))
 
         known = caches.get(self._traj_key)
         if known is not None and batch.get(self._traj_key, None) is not None:

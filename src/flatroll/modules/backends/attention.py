@@ -478,9 +478,9 @@ class CachedSteps:
         envs, _, count, size = heads.shape
         if bias is None:
             bias = heads.new_empty(count, 0)
-        out = heads.new_empty(envs, count * size)
+        rows, cache, known = (x.detach().numpy() for x in (heads, self._cache, bias))
+        out = heads.new_empty(envs, count, size)
 
-        arrays = (heads, self._steps, bias.detach())
         step = machine_code(step_loop, sums_in_any_order=True)
-        step(*(x.numpy() for x in arrays), layer, self._cache.numpy(), out.numpy().reshape(envs, count, size))
-        return out
+        step(rows, self._steps.numpy(), known, layer, cache, out.numpy())
+        return out.flatten(1)
