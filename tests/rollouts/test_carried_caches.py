@@ -225,6 +225,25 @@ def test_an_actor_and_a_critic_train_with_ppo(shared: bool) -> None:
     assert all(weight.grad is not None for weight in policy.parameters())
 
 
+def test_a_loss_on_windows_sees_what_the_policy_saw() -> None:
+    env = make()
+    policy = actor(env, hidden=(8, 8), recurrent="transformer")
+    value = critic(env, hidden=(8,))
+    [memory] = [part for part in policy.module if isinstance(part, TransformerModule)]
+    loss = ClipPPOLoss(policy, value)
+    caches = None
+    for batch in Collector(env, policy, frames_per_batch=30, total_frames=120):
+        GAE(gamma=0.9, lmbda=0.9, value_network=value)(batch)
+        with memory.begin_from(caches) as after, torch.no_grad(), set_recurrent_mode(True):
+            policy(batch.copy())  # the loss passes no done on
+        with memory.begin_from(caches), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ratio = loss(batch)
+        assert abs(float(ratio["kl_approx"])) < 1e-6
+        caches = after
+    assert caches is not None and len(caches["_cache"]) > 0
+
+
 @pytest.mark.parametrize("compact", [False, True])
 def test_values_are_those_of_an_episode_run_by_itself(compact: bool) -> None:
     """Each row's value sees the rows before it, and so does that of the observation behind a run's end."""
