@@ -133,7 +133,8 @@ class _Block(nn.Module):
     def forward(self, hidden: Tensor, gathered: Tensor) -> Tensor:
         """Return the layer's output, given what attention gathered; ``[N, size]`` each."""
         hidden = _merged(self.attention_gate, hidden, self.dropout(self.attention_out(gathered)))
-        up, _, down = self.mlp
+        up = cast(nn.Linear, self.mlp[0])
+        down = cast(nn.Linear, self.mlp[2])
         weights = (self.mlp_norm.weight, self.mlp_norm.bias, up.weight, up.bias, down.weight, down.bias)
         widened = normed_mlp(hidden, weights, self.mlp_norm.eps)
         return _merged(self.mlp_gate, hidden, self.dropout(widened))

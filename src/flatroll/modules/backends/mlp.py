@@ -101,7 +101,7 @@ class _InPieces(torch.autograd.Function):
 
 def _pieces(up: Tensor, *columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Cut columns ``[N, size]`` into the same pieces."""
-    return zip(*(column.split(_piece_rows(up)) for column in columns), strict=True)
+    return zip(*(torch.split(column, _piece_rows(up)) for column in columns), strict=True)
 
 
 def _buffers(up: Tensor, count: int) -> list[Tensor]:
