@@ -13,7 +13,6 @@ from tensordict import TensorDict
 
 from flatroll.layout import run_starts
 from flatroll.modules import BurnIn, TransformerModule, set_recurrent_mode
-from flatroll.modules.backends import mlp
 
 IN, WIDTH, HEADS = 3, 8, 2
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 0.2}
@@ -254,29 +253,6 @@ def test_gradients_of_gradients_pass_the_padding():
 
     assert torch.equal(around(rows), rows**3)
     assert torch.autograd.gradcheck(around, rows) and torch.autograd.gradgradcheck(around, rows)
-
-
-@pytest.mark.parametrize("rows", [1, 63, 200])
-def test_pieces_of_the_mlp_are_the_whole(rows, monkeypatch):
-    """Also the gradients of their gradients, and where some weights are frozen."""
-    monkeypatch.setattr(mlp, "_PIECE", 64 * 4 * WIDTH)
-    [block] = module_of(1).network.blocks
-    up, _, down = block.mlp
-    weights = [*block.mlp_norm.parameters(), *up.parameters(), *down.parameters()]
-    x = batch_of([rows])["observation"].repeat(1, 3)[:, :WIDTH].requires_grad_()
-    up.bias.requires_grad_(False)
-    wanted = [x, *(weight for weight in weights if weight.requires_grad)]
-
-    def gradients(out):
-        first = torch.autograd.grad(out.sin().sum(), wanted, create_graph=True)
-        second = torch.autograd.grad(sum(grad.square().sum() for grad in first), wanted, retain_graph=True)
-        return torch.autograd.grad(out.sin().sum(), wanted), first, second
-
-    found = mlp.normed_mlp(x, tuple(weights), block.mlp_norm.eps)
-    expected = block.mlp(block.mlp_norm(x))
-    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
-    for one, other in zip(gradients(found), gradients(expected), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
 
 
 # --- burn-in ------------------------------------------------------------------------------------------------------

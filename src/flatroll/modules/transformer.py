@@ -14,7 +14,7 @@ from flatroll.kernels.scan import is_tracing
 from flatroll.layout.boundaries import steps_into_run
 from flatroll.layout.checks import check_choice, check_number, check_whole_number
 from flatroll.layout.column_actor import Columns
-from flatroll.layout.keys import MASK, STEP_COUNT, is_hidden, marker, next_key
+from flatroll.layout.keys import MASK, STEP_COUNT, is_hidden, marker, next_key, require
 from flatroll.layout.transfers import upload
 from flatroll.modules.backends.attention import CachedSteps, ContinuedRuns, attention_over_runs
 from flatroll.modules.memory import MemoryModule, MemoryOptions
@@ -390,7 +390,7 @@ class TransformerModule(MemoryModule):
 
         known = caches.get(self._traj_key)
         if known is not None and batch.get(self._traj_key, None) is not None:
-            ids = batch[self._traj_key].flatten().cpu()[cut.flatten()]
+            ids = require(batch, self._traj_key).flatten().cpu()[cut.flatten()]
             if not torch.equal(ids, known):
                 raise ValueError(
                     f"the runs that begin inside an episode are of trajectories {ids.tolist()}, got caches for "
@@ -414,7 +414,7 @@ class TransformerModule(MemoryModule):
         cache = continued.cache_after(runs, slots)
         caches = {cache_key: cache, steps_key: upload(steps, cache.device)}
         if batch.get(self._traj_key, None) is not None:
-            caches[self._traj_key] = batch[self._traj_key].flatten().cpu()[ends]
+            caches[self._traj_key] = require(batch, self._traj_key).flatten().cpu()[ends]
         return caches
 
     def warn_of_cut_runs(self, batch: TensorDictBase, starts: Tensor) -> None:

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from flatroll.kernels.scan import is_tracing
 from flatroll.modules.backends.attention import Attention
-from flatroll.modules.backends.mlp import normed_mlp
 
 #: The wavelengths of rotary positions grow to this number.
 _BASE = 10_000.0
@@ -133,11 +132,7 @@ class _Block(nn.Module):
     def forward(self, hidden: Tensor, gathered: Tensor) -> Tensor:
         """Return the layer's output, given what attention gathered; ``[N, size]`` each."""
         hidden = _merged(self.attention_gate, hidden, self.dropout(self.attention_out(gathered)))
-        up = cast(nn.Linear, self.mlp[0])
-        down = cast(nn.Linear, self.mlp[2])
-        weights = (self.mlp_norm.weight, self.mlp_norm.bias, up.weight, up.bias, down.weight, down.bias)
-        widened = normed_mlp(hidden, weights, self.mlp_norm.eps)
-        return _merged(self.mlp_gate, hidden, self.dropout(widened))
+        return _merged(self.mlp_gate, hidden, self.dropout(self.mlp(self.mlp_norm(hidden))))
 
 
 class _Gate(nn.Module):
