@@ -3,6 +3,7 @@
 ``python -m flatroll bench attention``
 """
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -19,6 +20,7 @@ from flatroll.layout.boundaries import steps_into_run
 from flatroll.modules import GRUModule, TransformerModule, set_recurrent_mode
 
 ROWS, WIDTH, HEADS, LAYERS = 4096, 128, 4, 2
+SIZE = WIDTH // HEADS
 KEYS: dict[str, Any] = {"in_key": "observation", "out_key": "features"}
 #: Share of rows that begin an episode, and steps of a window.
 SETTINGS = ((0.1, 64), (0.02, 64), (0.02, 256), (0.003, 256), (0.003, 1024))
@@ -34,21 +36,27 @@ SHOWN = ("context=None", "context=64")
 Run: TypeAlias = Callable[[], object]
 
 
-class Padded:
-    """Attention over ``[B, T]`` rows, flat in memory, by one call: causal, or with a mask."""
+def by_hand(
+    network: Any, rows: Tensor, positions: Tensor, shape: tuple[int, int], mask: Tensor | None
+) -> Tensor:
+    """Compute a network's outputs as one writes it for ``[B, T]`` rows, flat in memory: causal, or with a mask."""
+    angles = positions[:, None, None] * 10_000.0 ** -(torch.arange(SIZE // 2) / (SIZE // 2))
+    turns = torch.polar(torch.ones(()), angles)  # [N, 1, size / 2]
 
-    def __init__(self, shape: tuple[int, int], mask: Tensor | None) -> None:
-        self.shape = shape
-        self.mask = mask
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        """See `flatroll.modules.backends.attention.Attention`."""
-        query, key, value = (
-            rows.view(*self.shape, *rows.shape[1:]).transpose(1, 2) for rows in (query, key, value)
+    hidden = network.embed(rows)
+    for block in network.blocks:
+        projected = block.projection(block.attention_norm(hidden))
+        query, key, value = projected.view(len(rows), 3, HEADS, SIZE).unbind(1)
+        query, key = (
+            torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turns).flatten(-2)
+            for x in (query, key)
         )
-        causal = self.mask is None
-        out = scaled_dot_product_attention(query, key, value, attn_mask=self.mask, is_causal=causal)
-        return out.transpose(1, 2).flatten(2).flatten(0, 1)
+        query, key, value = (x.unflatten(0, shape).transpose(1, 2) for x in (query, key, value))
+        out = scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
+        hidden = hidden + block.attention_out(out.transpose(1, 2).flatten(2).flatten(0, 1))
+        hidden = hidden + block.mlp(block.mlp_norm(hidden))
+    outputs: Tensor = network.norm(hidden)
+    return outputs
 
 
 def starts_of(rate: float, steps: int, rows: int = ROWS) -> Tensor:
@@ -91,8 +99,8 @@ def windowed(module: TransformerModule, rows: Tensor, starts: Tensor, steps: int
         module.zero_grad(set_to_none=True)
         run_of = starts.cumsum(0).view(-1, steps)
         mask = (run_of[:, :, None] == run_of[:, None]).tril_().unsqueeze(1)
-        network = module.network
-        return learned(network(rows, steps_into_run(starts), Padded((len(run_of), steps), mask)))
+        shape = (len(run_of), steps)
+        return learned(by_hand(module.network, rows, steps_into_run(starts), shape, mask))
 
     return run
 
@@ -107,7 +115,7 @@ def padded(module: TransformerModule, rows: Tensor, starts: Tensor) -> Run:
         wide = pad_sequence([*torch.split(rows, lengths.tolist())], batch_first=True)
         shape = (wide.shape[0], wide.shape[1])
         places = torch.arange(shape[1]).repeat(shape[0])
-        padded = module.network(wide.flatten(0, 1), places, Padded(shape, None))
+        padded = by_hand(module.network, wide.flatten(0, 1), places, shape, None)
         return learned(padded.index_select(0, (starts.cumsum(0) - 1) * shape[1] + position))
 
     return run
@@ -169,22 +177,33 @@ def by_length() -> str:
     return table(["length", *(f"{name}, ms" for name in CONTEXTS)], table_rows)
 
 
-def step_of(module: Any, columns: dict[Any, Tensor]) -> Run:
-    """Return a function that makes one step from these columns."""
-    return lambda: module.on_columns(dict(columns))
+def step_of(module: Any, envs: int) -> Run:
+    """Return a function that makes the next step of a rollout whose episodes end at 2 % of the steps."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(envs, WIDTH)
+    resets = torch.rand(256, envs, 1, generator=generator) < 0.02
+    carried = dict(module.make_tensordict_primer().expand(envs).clone())
+    at = itertools.count()
+
+    def run() -> None:
+        columns = {"observation": rows, "is_init": resets[next(at) % len(resets)], **carried}
+        module.on_columns(columns)
+        carried.update({key: columns["next", key] for key in carried})
+
+    with torch.no_grad():
+        for _ in range(128):  # until the caches are as full as they get
+            run()
+    return run
 
 
 def single_step() -> str:
     """Time one vector step of a rollout beside a GRU's, in µs."""
     table_rows = []
     for envs in (16, 64, 1024):
-        inputs = {"observation": torch.randn(envs, WIDTH), "is_init": torch.rand(envs, 1) < 0.02}
-        runs: dict[str, Run] = {}
         modules: dict[str, Any] = {"GRU": GRUModule(WIDTH, WIDTH, **KEYS)}
         for layers in (1, 2):
             modules[f"{layers} layers"] = TransformerModule(WIDTH, WIDTH, layers, HEADS, context=64, **KEYS)
-        for name, module in modules.items():
-            runs[name] = step_of(module, {**inputs, **dict(module.make_tensordict_primer().expand(envs))})
+        runs = {name: step_of(module, envs) for name, module in modules.items()}
         with torch.no_grad():
             result = take_turns(runs, turns=9, calls=30, clock=time.thread_time)
         micros = [f"{min(timing.turns) * 1e6:.0f}" for timing in result.values()]

@@ -250,7 +250,7 @@ def test_compile_reaches_every_kernel(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["compile"]) == 0
     assert capsys.readouterr().out.startswith("compiled in ")
     from flatroll import kernels
-    from flatroll.kernels import delta, recurrence, scan
+    from flatroll.kernels import attention, delta, recurrence, scan
     from flatroll.kernels.rows import frame_rows
 
     known: dict[str, Any] = {}
@@ -280,7 +280,12 @@ def test_compile_reaches_every_kernel(capsys: pytest.CaptureFixture[str]) -> Non
     assert len(loops) == 6 and all(scan.machine_code(loop).signatures for loop in loops)  # type: ignore[attr-defined]
     loops = [recurrence._forward_loop, recurrence._gradient_loop, recurrence._selective_loop]
     assert all(scan.machine_code(loop).signatures for loop in loops)  # type: ignore[attr-defined]
-    loops = [recurrence._selective_gradient_loop, delta.forward_loop, delta.gradient_loop]
+    loops = [
+        recurrence._selective_gradient_loop,
+        delta.forward_loop,
+        delta.gradient_loop,
+        attention.step_loop,
+    ]
     codes = [scan.machine_code(loop, sums_in_any_order=True) for loop in loops]
     assert all(code.signatures for code in codes)  # type: ignore[attr-defined]
     # Images are compared as 64-bit integers.

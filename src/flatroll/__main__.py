@@ -318,7 +318,7 @@ def use_batches() -> None:
 
 
 def use_memories() -> None:
-    """Run memories of real and of complex numbers over a few rows, forward and back."""
+    """Run memories of real and of complex numbers over a few rows, forward and back; step a transformer."""
     import torch
     from tensordict import TensorDict
 
@@ -336,6 +336,11 @@ def use_memories() -> None:
         memory = kind(3, 4, in_key="observation", out_key="features", state="zero")
         with modules.set_recurrent_mode("recurrent"):
             memory(rows.clone())["features"].sum().backward()
+
+    transformer = modules.TransformerModule(3, 8, context=4, in_key="observation", out_key="features")
+    first = rows.clone().set("is_init", torch.ones(8, dtype=torch.bool))
+    with torch.no_grad():
+        transformer(first)
 
 
 def use_steps() -> None:

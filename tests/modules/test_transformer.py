@@ -1,5 +1,6 @@
 """TransformerModule: cached steps, flat passes and a plain loop give the same numbers and gradients."""
 
+import itertools
 import math
 import warnings
 
@@ -335,6 +336,19 @@ def test_steps_write_in_place_and_allocate_no_cache():
     assert step["_cache_steps"].tolist() == [20, 2, 6]
 
 
+def test_steps_without_a_gradient_follow_those_with_one():
+    module = module_of(context=4)
+    batch = batch_of([9])
+    step = module.make_tensordict_primer().expand(1)
+    outputs = []
+    for row in batch.split(1):
+        with torch.set_grad_enabled(len(outputs) in (2, 3, 6)):
+            step = module(step.update(row))
+        outputs.append(step["features"])
+        step = carried(step)
+    torch.testing.assert_close(torch.cat(outputs), flat(module, batch), atol=1e-10, rtol=0)
+
+
 def test_a_cache_without_limit_doubles():
     module = module_of()
     slots = []
@@ -458,9 +472,14 @@ def test_wrong_inputs(columns):
         step(_cache=cache.to("meta"))
     with pytest.raises(TypeError, match=r"must be torch.float32 like the weights, got torch.float64"):
         step(_cache=cache.double())
+    for steps in (torch.zeros(2), torch.zeros(2, dtype=torch.int64, device="meta")):
+        with pytest.raises(ValueError, match=r"'_cache_steps' of the cache must be int64 \[2\] on cpu, got"):
+            step(_cache_steps=steps)
     if columns:
         with pytest.raises(ValueError, match=r"must have shape \(2, 2, 2, 2, 4, 4\).*got \(3, "):
             step(_cache=cache.new_zeros(3, 2, 2, 2, 4, 4))
+        with pytest.raises(ValueError, match=r"must be int64 \[2\] on cpu, got torch.int64 \[1\]"):
+            step(_cache_steps=torch.zeros(1, dtype=torch.int64))
     else:
         with pytest.raises(ValueError, match=r"must have shape \(2, 3\) \(input_size=3\), got \(2, 5\)"):
             step(observation=torch.zeros(2, 5))
@@ -478,3 +497,108 @@ def test_wrong_rows():
     batch["step_count"] = torch.tensor([[0], [1], [2], [4], [3], [5]])
     with pytest.raises(ValueError, match=r"row 3 does not follow row 2"):
         flat(module, batch)
+
+
+# --- windows ------------------------------------------------------------------------------------------------------
+
+
+def in_windows(module, batch, sizes):
+    """Flat passes over windows, each from the caches that the one before left."""
+    caches = None
+    outputs = []
+    for window in batch.split(sizes):
+        with module.begin_from(caches) as after:
+            outputs.append(flat(module, window))
+        caches = after
+    return torch.cat(outputs)
+
+
+def with_done(batch):
+    ends = torch.cat([batch["is_init"][1:], torch.zeros(1, 1, dtype=torch.bool)])
+    batch["next", "done"] = ends
+    return batch
+
+
+@examples(25)
+@given(
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=6),
+    cuts=st.lists(st.floats(0, 1), max_size=6),
+    context=st.sampled_from([1, 2, 7, 33, 64, None]),
+    position=st.sampled_from(POSITIONS),
+)
+def test_any_cut_into_windows_gives_the_same_numbers(lengths, cuts, context, position):
+    if position == "learned" and context is None:
+        return
+    module = module_of(context=context, position=position)
+    batch = with_done(batch_of(lengths))
+    edges = sorted({0, len(batch), *(int(cut * len(batch)) for cut in cuts)})
+    sizes = [stop - first for first, stop in itertools.pairwise(edges)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = in_windows(module, batch, sizes)
+    torch.testing.assert_close(found, flat(module, batch), atol=1e-10, rtol=0)
+
+
+def test_gradients_end_at_a_cut():
+    module = module_of(1, context=8)
+    batch = with_done(batch_of([12]))
+    with module.begin_from(None) as after:
+        flat(module, batch[:5])
+    rows = batch[5:].clone()
+    rows["observation"].requires_grad_()
+    with module.begin_from(after):
+        flat(module, rows)[0].sum().backward()
+    assert rows["observation"].grad.abs().sum(-1).nonzero().flatten().tolist() == [0]
+    assert not after["_cache"].requires_grad
+
+
+def test_caches_of_a_window_are_those_of_steps():
+    module = module_of(3, context=4, gate="gtrxl")
+    batch = with_done(batch_of([3, 6, 9]))[:-2]
+    with module.begin_from(None) as after:
+        flat(module, batch)
+    step = module.make_tensordict_primer().expand(1).clone()
+    with torch.no_grad():
+        for row in batch.exclude("next").split(1):
+            step = carried(module(step.update(row)))
+    torch.testing.assert_close(after["_cache"], step["_cache"], atol=1e-12, rtol=0)
+    assert after["_cache_steps"].tolist() == step["_cache_steps"].tolist() == [7]
+
+
+def test_padding_has_no_cache():
+    module = module_of(context=4)
+    rows = with_done(batch_of([9, 5]))
+    mask = torch.tensor([[True] * 5, [True] * 2 + [False] * 3])
+    padded = torch.stack([rows[:5], rows[9:14]])
+    padded["collector", "mask"] = mask
+    padded["is_init"] &= mask.unsqueeze(-1)
+    padded["next", "done"] &= mask.unsqueeze(-1)
+    with module.begin_from(None) as after:
+        flat(module, padded)
+    assert after["_cache_steps"].tolist() == [5, 2]
+
+
+def test_windows_that_do_not_follow_one_another():
+    module = module_of(context=4)
+    batch = with_done(batch_of([6, 6]))
+    batch["collector", "traj_ids"] = torch.arange(2).repeat_interleave(6)
+    with module.begin_from(None) as after:
+        flat(module, batch[:4])
+    with (
+        module.begin_from(after),
+        pytest.raises(ValueError, match=r"0 runs .* inside an episode, got caches for 1"),
+    ):
+        flat(module, batch[6:])
+    with (
+        module.begin_from(after),
+        pytest.raises(ValueError, match=r"trajectories \[1\], got caches for \[0\]"),
+    ):
+        flat(module, batch[9:])
+    with module.begin_from({}), pytest.raises(KeyError, match=r"caches have no entry '_cache'"):
+        flat(module, batch[4:])
+    after["_cache"] = after["_cache"].float()
+    with module.begin_from(after), pytest.raises(TypeError, match=r"must be torch.float64 like the weights"):
+        flat(module, batch[4:])
+    with module.begin_from(None) as unfilled:
+        flat(module, batch[:4].exclude("next"))  # nobody knows whether its run goes on
+    assert unfilled == {}

@@ -300,6 +300,16 @@ def add_transformers() -> None:
                     features = net(batch)["features"]
                 features.square().mean().backward()
 
+                batch["next", "done"] = torch.cat([starts[1:], starts[:1]]).to(d)
+                windows = []
+                caches = None
+                with set_recurrent_mode(True), torch.no_grad():
+                    for window in batch.split(25):
+                        with net.begin_from(caches) as after:
+                            windows.append(net(window)["features"])
+                        caches = after
+                batch = batch.select("observation", "is_init")
+
                 step = net.make_tensordict_primer().expand(1, device=d)
                 steps = []
                 with torch.no_grad():
@@ -308,7 +318,8 @@ def add_transformers() -> None:
                         steps.append(step["features"])
                         for key in ("_cache", "_cache_steps"):
                             step[key] = step["next", key]
-                return features, [parameter.grad for parameter in net.parameters()], torch.cat(steps)
+                grads = [parameter.grad for parameter in net.parameters()]
+                return features, grads, torch.cat(windows), torch.cat(steps)
 
 
 add_transformers()

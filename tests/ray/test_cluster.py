@@ -11,9 +11,11 @@ import torch
 from list_collector import IDS, always_four
 from ray_envs import Dies, Greedy, Wide, falls, make_env
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import nn
 
 from flatroll.buffers import LazyTensorStorage, RayReplayBuffer, RayReplayBufferEnsemble, SliceSampler
+from flatroll.modules import TransformerModule, set_recurrent_mode
 from flatroll.rollouts import Collector, RayCollector
 from flatroll.sharing import WorkerDied, WorkerTraceback
 
@@ -51,6 +53,22 @@ def test_rows_of_actors_on_three_nodes_are_those_of_single_collectors(cluster):
         collector = Collector(make_env, always_four, frames_per_batch=12, writer=writer, compact_obs=True)
         alone = TensorDict.cat([collector.rollout() for _ in range(4)])
         assert (of_writer(rows, writer) == alone).all()
+
+
+def test_caches_of_a_transformer_stay_with_their_actors(cluster):
+    memory = TransformerModule(3, 8, 2, 2, context=5, in_key="observation", out_key="features")
+    with torch.no_grad():
+        memory.network.embed.weight.mul_(0.01)  # observations count steps
+    policy = TensorDictSequential(
+        memory, TensorDictModule(nn.Linear(8, 5), ["features"], ["logits"]),
+        TensorDictModule(partial(torch.argmax, dim=-1), ["logits"], ["action"]),
+    )  # fmt: skip
+    with RayCollector(make_env, policy, num_collectors=2, sync=True, frames_per_batch=48) as actors:
+        batch = next(iter(actors))
+    assert not any("_cache" in str(key) for key in batch.keys(True, True))
+    with set_recurrent_mode("recurrent"), torch.no_grad():
+        again = policy(batch.clone())
+    torch.testing.assert_close(again["logits"], batch["logits"], atol=1e-5, rtol=0)
 
 
 def command(process):

@@ -1,10 +1,13 @@
 """Caches of a TransformerModule: carried by whoever steps, in no batch, and the flat pass gives the same numbers."""
 
 import copy
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fake_ray import FakeRay
 from scripted_pool import ScriptedPool, same
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
@@ -12,9 +15,10 @@ from torch import nn
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
 from flatroll.estimators import GAE, ClipPPOLoss, DQNLoss
+from flatroll.export import export, import_h5, import_parquet
 from flatroll.layout import run_starts
 from flatroll.modules import TransformerModule, actor, critic, q_network, set_recurrent_mode
-from flatroll.rollouts import Collector, MultiCollector, evaluate, rollout
+from flatroll.rollouts import Collector, MultiCollector, RayCollector, evaluate, rollout
 from flatroll.wrappers import InitTracker, StepCounter, as_vector_env, set_recurrent_primers_from
 from flatroll.wrappers.testing import Script, ScriptedTorchEnv, ScriptedVectorEnv
 
@@ -221,6 +225,25 @@ def test_an_actor_and_a_critic_train_with_ppo(shared: bool) -> None:
     assert all(weight.grad is not None for weight in policy.parameters())
 
 
+def test_a_loss_on_windows_sees_what_the_policy_saw() -> None:
+    env = make()
+    policy = actor(env, hidden=(8, 8), recurrent="transformer")
+    value = critic(env, hidden=(8,))
+    [memory] = [part for part in policy.module if isinstance(part, TransformerModule)]
+    loss = ClipPPOLoss(policy, value)
+    caches = None
+    for batch in Collector(env, policy, frames_per_batch=30, total_frames=120):
+        GAE(gamma=0.9, lmbda=0.9, value_network=value)(batch)
+        with memory.begin_from(caches) as after, torch.no_grad(), set_recurrent_mode(True):
+            policy(batch.copy())  # the loss passes no done on
+        with memory.begin_from(caches), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ratio = loss(batch)
+        assert abs(float(ratio["kl_approx"])) < 1e-6
+        caches = after
+    assert caches is not None and len(caches["_cache"]) > 0
+
+
 @pytest.mark.parametrize("compact", [False, True])
 def test_values_are_those_of_an_episode_run_by_itself(compact: bool) -> None:
     """Each row's value sees the rows before it, and so does that of the observation behind a run's end."""
@@ -268,3 +291,102 @@ def test_q_values_of_slices_with_burn_in() -> None:
     loss(buffer.sample())["loss"].backward()
     with pytest.warns(UserWarning, match="runs begin inside an episode"):
         DQNLoss(net)(buffer.sample())["loss"].backward()
+
+
+@pytest.mark.parametrize("context", [5, None])
+@pytest.mark.parametrize("which", MODES)
+def test_windows_of_a_collector_repeat_what_was_collected(which: str, context: int | None) -> None:
+    """Their runs begin inside episodes, with the caches that the window before left."""
+    policy = policy_of(context)
+    caches = None
+    cuts = 0
+    for batch in Collector(make(which), policy, frames_per_batch=21, total_frames=210):
+        cuts += int((run_starts(batch) & ~batch["is_init"].squeeze(-1)).sum())
+        with policy[0].begin_from(caches) as after, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            check_logits(policy, batch)
+        caches = after
+    assert cuts > 10
+
+
+# --- what leaves the process --------------------------------------------------------------------------------------
+
+
+def test_actors_of_ray() -> None:
+    """Each actor carries the caches of its own envs."""
+    policy = policy_of()
+    with RayCollector(
+        make, policy, num_collectors=2, frames_per_batch=120, sync=True, calls=FakeRay()
+    ) as actors:
+        batch = next(iter(actors))
+    assert not any("_cache" in str(key) for key in batch.keys(True, True))
+    assert len(batch) == 120
+    check_logits(policy, batch)
+
+
+def test_checkpoint_of_a_buffer(tmp_path: Path) -> None:
+    policy = policy_of()
+    buffer = ReplayBuffer(storage=LazyTensorStorage(120))
+    buffer.extend(next(Collector(make(), policy, frames_per_batch=120)))
+    buffer.dumps(tmp_path)
+    again = ReplayBuffer(storage=LazyTensorStorage(120))
+    again.loads(tmp_path)
+    same(again[:], buffer[:])
+    check_logits(policy, again[:])
+
+
+def test_restored_weights_go_on_with_the_same_steps() -> None:
+    """Weights are all that a policy saves; a rollout under way keeps its caches."""
+    policy = policy_of(gate="gtrxl")
+    collector = Collector(make(), policy, frames_per_batch=30)
+    twin = Collector(make(), policy_of(gate="gtrxl"), frames_per_batch=30)
+    saved = copy.deepcopy(policy.state_dict())
+    for _ in range(2):
+        same(next(collector), next(twin))
+    with torch.no_grad():
+        for weight in policy.parameters():
+            weight.zero_()
+    policy.load_state_dict(saved)
+    for _ in range(3):
+        same(next(collector), next(twin))
+
+
+@pytest.mark.parametrize("format", ["parquet", "h5", "minari"])
+@pytest.mark.filterwarnings("ignore:.*Box.*precision:UserWarning")
+def test_exported_rows_have_no_cache(tmp_path: Path, format: str) -> None:
+    for name in ("pyarrow", "h5py", "minari"):
+        pytest.importorskip(name)
+    policy = policy_of()
+    env = make()
+    batch = next(Collector(env, policy, frames_per_batch=60))
+    path = tmp_path / "rows"
+    options: dict[str, Any] = {}
+    if format == "h5":
+        path = path.with_suffix(".h5")
+    elif format == "minari":
+        spaces = ("observation_space", "action_space")
+        options = {name: getattr(env, f"single_{name}") for name in spaces}
+    export(batch, path, format, **options)
+    assert not any(b"_cache" in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
+    if format == "parquet":
+        check_logits(policy, import_parquet(path))
+    elif format == "h5":
+        check_logits(policy, import_h5(path))
+
+
+def test_double_precision() -> None:
+    policy = policy_of().double()
+    caster = TensorDictModule(lambda rows: rows.double(), ["observation"], ["observation_64"])
+    memory = policy[0]
+    keys = {
+        "in_keys": ["observation_64", "_cache", "_cache_steps"],
+        "out_keys": ["features", ("next", "_cache"), ("next", "_cache_steps")],
+    }
+    double = TransformerModule(3, 8, 2, 2, context=5, dtype=torch.float64, **keys)
+    double.load_state_dict(memory.state_dict())
+    whole = TensorDictSequential(caster, double, *policy[1:])
+    batch = next(Collector(make(), whole, frames_per_batch=120))
+    assert batch["logits"].dtype == torch.float64
+    with set_recurrent_mode("recurrent"), torch.no_grad():
+        again = whole(batch.clone())
+    torch.testing.assert_close(again["logits"], batch["logits"], atol=1e-12, rtol=0)

@@ -1,6 +1,8 @@
 """TransformerModule: cached single steps in rollouts, attention over whole runs of a flat batch in training."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar, Literal, TypeAlias, Unpack
 
 import torch
@@ -12,8 +14,9 @@ from flatroll.kernels.scan import is_tracing
 from flatroll.layout.boundaries import steps_into_run
 from flatroll.layout.checks import check_choice, check_number, check_whole_number
 from flatroll.layout.column_actor import Columns
-from flatroll.layout.keys import MASK, STEP_COUNT, is_hidden, marker, next_key
-from flatroll.modules.backends.attention import CachedSteps, attention_over_runs
+from flatroll.layout.keys import MASK, STEP_COUNT, is_hidden, marker, next_key, require
+from flatroll.layout.transfers import upload
+from flatroll.modules.backends.attention import CachedSteps, ContinuedRuns, attention_over_runs
 from flatroll.modules.memory import MemoryModule, MemoryOptions
 from flatroll.modules.mode import burn_in_rows
 from flatroll.modules.networks import check_sizes
@@ -169,6 +172,7 @@ class TransformerModule(MemoryModule):
             device=device,
             dtype=dtype,
         )
+        self._between_windows: tuple[Columns | None, Columns] | None = None  # within `begin_from`
         self._warned = False  # whether it has warned of runs that begin inside an episode
 
     @property
@@ -194,9 +198,10 @@ class TransformerModule(MemoryModule):
         is_init = columns[self._init_key].reshape(-1)
         rows = columns[self._input_key]
         cache = columns[cache_key]
-        self._check_cache(cache, len(rows))
+        steps = columns[steps_key]
+        self._check_cache(cache, steps, len(rows))
 
-        out, after = self._step(rows, cache, columns[steps_key], is_init)
+        out, after = self._step(rows, cache, steps, is_init)
         columns[self._output_key] = out
         columns.update(zip(self._state_out, after, strict=True))
 
@@ -228,8 +233,9 @@ class TransformerModule(MemoryModule):
         steps = batch.get(steps_key, None)
         if cache is not None and steps is not None:
             cache = cache.reshape(-1, *cache.shape[batch.batch_dims :])
-            self._check_cache(cache, batch.numel())
-            return cache, steps.reshape(-1)
+            steps = steps.reshape(-1)
+            self._check_cache(cache, steps, batch.numel())
+            return cache, steps
 
         # checked only where it needs no host sync
         if is_init.is_cpu and not bool(is_init.all()):
@@ -252,8 +258,8 @@ class TransformerModule(MemoryModule):
     def _cache_shape(self, slots: int) -> tuple[int, ...]:
         return self.num_layers, 2, self.num_heads, slots, self.embed_size // self.num_heads
 
-    def _check_cache(self, cache: Tensor, envs: int) -> None:
-        """Refuse a cache of another shape, dtype or device than that of ``envs`` envs."""
+    def _check_cache(self, cache: Tensor, steps: Tensor, envs: int) -> None:
+        """Refuse a cache and steps of another shape, dtype or device than those of ``envs`` envs."""
         slots = self.context
         if slots is None and cache.ndim == 6:
             slots = cache.shape[4]
@@ -274,22 +280,142 @@ class TransformerModule(MemoryModule):
             raise TypeError(
                 f"the cache {key!r} must be {self.weight.dtype} like the weights, got {cache.dtype}: {way_out}"
             )
+        if steps.shape != (envs,) or steps.dtype is not torch.int64 or steps.device != cache.device:
+            raise ValueError(
+                f"the steps {self._state_in[1]!r} of the cache must be int64 [{envs}] on {cache.device}, got "
+                f"{steps.dtype} {list(steps.shape)} on {steps.device}: {way_out}"
+            )
 
     @override
     def _forward_runs(self, batch: TensorDictBase) -> tuple[Tensor, Columns]:
         starts = self._run_starts(batch)
         rows = self._input_rows(batch)
         self._check_order(batch, starts)
-        self.warn_of_cut_runs(batch, starts)
 
         first = starts.flatten()
-        position = steps_into_run(first).to(rows.device)
-        attention = attention_over_runs(first, self.context, rows.device, biased=self.position == "learned")
-        without_gradient = None
         burn_in = burn_in_rows()
+        without_gradient = None
         if burn_in and torch.is_grad_enabled():
-            without_gradient = position < burn_in
-        return self.network(rows, position, attention, without_gradient), {}
+            without_gradient = steps_into_run(first).to(rows.device) < burn_in
+
+        biased = self.position == "learned"
+        if self._between_windows is None:
+            self.warn_of_cut_runs(batch, starts)
+            position = steps_into_run(first).to(rows.device)
+            attention = attention_over_runs(first, self.context, rows.device, biased=biased)
+            return self.network(rows, position, attention, without_gradient), {}
+
+        before, after = self._between_windows
+        runs, cache, steps = self._caches_of_runs(batch, starts, before)
+        continued = ContinuedRuns(first.cpu(), self.context, runs, cache, steps, biased=biased)
+        out = self.network(rows, continued.position, continued, without_gradient)
+        if batch.get(self._done_key, None) is not None:
+            after.update(self._caches_at_cuts(batch, starts, continued))
+        return out, {}
+
+    @contextmanager
+    def begin_from(self, caches: Columns | None) -> Iterator[Columns]:
+        """Within it, runs of a flat pass that begin inside an episode go on from caches: windows in a row as one pass.
+
+        Whoever trains on the batches of a collector in their order carries the caches from each to the next. Nothing
+        is stored in a row. Outputs are those of one pass over all windows, as long as the weights are the same;
+        gradients end where a window begins.
+
+        Args:
+            caches: what a window begins with, for each of its K runs that begin inside an episode (at rows that are
+                not is_init rows), in the order of the batch: ``"_cache"``, ``[K, num_layers, 2, num_heads, slots,
+                embed_size / num_heads]``, and ``"_cache_steps"``, int64 ``[K]``. None: nothing, and these runs begin
+                with an empty context.
+
+        Yields:
+            a dict that each pass over rows with done fills with the same entries after the runs that end inside an
+            episode, and their trajectory ids, which are compared: the caches of the window that follows.
+
+        Raises:
+            ValueError: in a pass: another number of runs begins inside an episode than there are caches, or runs of
+                other trajectories do, or the pass is compiled.
+            KeyError: an entry of the caches is missing.
+
+        >>> from tensordict import TensorDict
+        >>> from flatroll.modules import set_recurrent_mode
+        >>> net = TransformerModule(3, 8, context=4, in_key="observation", out_key="features")
+        >>> is_init = torch.tensor([True, False, False, False, True, False])
+        >>> done = torch.tensor([False, False, False, True, False, False])
+        >>> rows = {"observation": torch.randn(6, 3), "is_init": is_init, "next": {"done": done}}
+        >>> batch = TensorDict(rows, [6])
+        >>> parts, caches = [], None
+        >>> with set_recurrent_mode("recurrent"):
+        ...     whole = net(batch.copy())["features"]
+        ...     for window in batch.split(2):
+        ...         with net.begin_from(caches) as after:
+        ...             parts.append(net(window)["features"])
+        ...         caches = after
+        >>> torch.allclose(torch.cat(parts), whole, atol=1e-5)
+        True
+        """
+        outer = self._between_windows
+        after: Columns = {}
+        self._between_windows = (caches, after)
+        try:
+            yield after
+        finally:
+            self._between_windows = outer
+
+    def _caches_of_runs(
+        self, batch: TensorDictBase, starts: Tensor, caches: Columns | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the runs that go on, their caches, and rows of their episodes before; int64 ``[K]`` on the CPU."""
+        if is_tracing():
+            raise ValueError("begin_from cannot be compiled: call the module outside of torch.compile")
+        if caches is None:
+            cache, steps = self._empty_cache(0)
+            return steps.cpu(), cache, steps.cpu()
+
+        cache_key, steps_key = self._state_in
+        for key in (cache_key, steps_key):
+            if key not in caches:
+                raise KeyError(
+                    f"caches have no entry {key!r}, got {list(caches)}: pass on what begin_from yielded for the window "
+                    "before, whose pass must be over rows with done; or None"
+                )
+        cut = _without_padding(batch, starts.cpu() & ~marker(batch, self._init_key).cpu())
+        runs = cut.flatten()[starts.flatten().cpu()].nonzero().squeeze(1)
+        cache = caches[cache_key]
+        way_out = "windows must come in the order in which they were collected, with the caches of the window before"
+        if len(cache) != len(runs):
+            raise ValueError(
+                f"{len(runs)} runs of the batch begin inside an episode, got caches for {len(cache)}: {way_out}"
+            )
+        self._check_cache(cache, caches[steps_key], len(runs))
+
+        known = caches.get(self._traj_key)
+        if known is not None and batch.get(self._traj_key, None) is not None:
+            ids = require(batch, self._traj_key).flatten().cpu()[cut.flatten()]
+            if not torch.equal(ids, known):
+                raise ValueError(
+                    f"the runs that begin inside an episode are of trajectories {ids.tolist()}, got caches for "
+                    f"{known.tolist()}: {way_out}"
+                )
+        return runs, cache, caches[steps_key].cpu()
+
+    def _caches_at_cuts(self, batch: TensorDictBase, starts: Tensor, continued: ContinuedRuns) -> Columns:
+        """Return the caches after the runs that end inside an episode."""
+        done = marker(batch, self._done_key).flatten().cpu()
+        first = starts.flatten().cpu()
+        last = torch.cat([first[1:], torch.ones_like(first[:1])])
+        ends = _without_padding(batch, (last & ~done).view(starts.shape)).flatten()
+        runs = ends[last].nonzero().squeeze(1)
+
+        steps = continued.total[runs]
+        slots = self.context
+        if slots is None:
+            slots = _slots_for(_FIRST_SLOTS, int(continued.total.max()))
+        cache_key, steps_key = self._state_in
+        cache = continued.cache_after(runs, slots)
+        caches = {cache_key: cache, steps_key: upload(steps, cache.device)}
+        if batch.get(self._traj_key, None) is not None:
+            caches[self._traj_key] = require(batch, self._traj_key).flatten().cpu()[ends]
+        return caches
 
     def warn_of_cut_runs(self, batch: TensorDictBase, starts: Tensor) -> None:
         """Warn once of runs that begin inside an episode, without burn-in; skipped where it would sync with the host.
@@ -308,8 +434,7 @@ class TransformerModule(MemoryModule):
             cut = starts & ~marker(batch, self._init_key).cpu()
         else:
             return
-        if batch.get(MASK, None) is not None:
-            cut = cut & marker(batch, MASK).cpu()  # padding starts its own runs
+        cut = _without_padding(batch, cut)
 
         count = int(cut.sum())
         if not count:
@@ -327,14 +452,26 @@ class TransformerModule(MemoryModule):
         )
 
 
+def _without_padding(batch: TensorDictBase, flags: Tensor) -> Tensor:
+    """Return flags on the CPU, False in padding, which is runs of its own."""
+    if batch.get(MASK, None) is None:
+        return flags
+    return flags & marker(batch, MASK).cpu()
+
+
 def _with_room(cache: Tensor, rows: int) -> Tensor:
     """Return a cache with slots for as many rows: itself, or one of twice the slots or more."""
     slots = cache.shape[-2]
     if rows <= slots:
         return cache
 
+    wider = cache.new_zeros(*cache.shape[:-2], _slots_for(slots, rows), cache.shape[-1])
+    wider[..., :slots, :] = cache
+    return wider
+
+
+def _slots_for(slots: int, rows: int) -> int:
+    """Double a number of slots until there are as many as rows."""
     while slots < rows:
         slots *= 2
-    wider = cache.new_zeros(*cache.shape[:-2], slots, cache.shape[-1])
-    wider[..., : cache.shape[-2], :] = cache
-    return wider
+    return slots

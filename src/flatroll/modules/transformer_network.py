@@ -45,6 +45,8 @@ class TransformerNetwork(nn.Module):
         self.rotary = position == "rotary"
 
         self.embed = nn.Linear(input_size, embed_size, **place)
+        # no buffer: a cast of the weights would round it
+        self._angles = _angles_of_a_row(self.head_size, self.embed.weight.device)
         hidden = max(1, round(mlp_ratio * embed_size))
         self.blocks = nn.ModuleList(
             _Block(embed_size, hidden, gate is not None, dropout, place) for _ in range(num_layers)
@@ -73,7 +75,7 @@ class TransformerNetwork(nn.Module):
         """
         turns = None
         if self.rotary:
-            turns = _turns(positions, self.head_size)
+            turns = self._turns(positions).to(rows.dtype)
 
         hidden: Tensor = self.embed(rows)
         for layer, one in enumerate(self.blocks):
@@ -81,20 +83,29 @@ class TransformerNetwork(nn.Module):
             projected = block.project(hidden)
             if without_gradient is not None:
                 projected = torch.where(without_gradient[:, None], projected.detach(), projected)
-            query, key, value = projected.view(len(rows), 3, self.num_heads, self.head_size).unbind(1)
             if turns is not None:
-                query = _turned(query, turns)
-                key = _turned(key, turns)
+                projected = _turned(projected, turns)
+            heads = projected.view(len(rows), 3, self.num_heads, self.head_size)
 
             bias = None
             if self.distances is not None:
                 bias = self.distances[layer]
-            hidden = block(hidden, attention.attend(layer, query, key, value, bias))
+            hidden = block(hidden, attention.attend(layer, heads, bias))
 
         out: Tensor = self.norm(hidden)
         if without_gradient is not None:
             out = torch.where(without_gradient[:, None], out.detach(), out)
         return out
+
+    def _turns(self, positions: Tensor) -> Tensor:
+        """Return cosine and sine of each position's angles, float64 ``[N, 1, 1, size / 2, 2]``.
+
+        In float32 the angle of one of a million steps would be off by several degrees.
+        """
+        if self._angles.device != positions.device:  # the weights were moved
+            self._angles = _angles_of_a_row(self.head_size, positions.device)
+        angles = positions[:, None, None, None] * self._angles
+        return torch.stack([angles.cos(), angles.sin()], -1)
 
 
 class _Block(nn.Module):
@@ -109,7 +120,7 @@ class _Block(nn.Module):
         self.mlp = nn.Sequential(
             nn.Linear(size, hidden, **place), nn.GELU(), nn.Linear(hidden, size, **place)
         )
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
         self.attention_gate = _Gate(size, place) if gated else None
         self.mlp_gate = _Gate(size, place) if gated else None
 
@@ -159,26 +170,45 @@ def _merged(gate: _Gate | None, stream: Tensor, new: Tensor) -> Tensor:
     return merged
 
 
-def _turns(positions: Tensor, size: int) -> Tensor:
-    """Return cosine and sine of each position's angles, float64 ``[N, 1, size / 2, 2]``.
-
-    In float32 the angle of one of a million steps would be off by several degrees.
-    """
-    exponents = torch.arange(0, size, 2, device=positions.device, dtype=torch.float64) / size
-    angles = positions[:, None, None] * torch.exp(exponents * -math.log(_BASE))
-    return torch.stack([angles.cos(), angles.sin()], -1)
+def _angles_of_a_row(size: int, device: torch.device) -> Tensor:
+    """Return by how much each pair of a head's features turns from a row to the next, float64 ``[size / 2]``."""
+    exponents = torch.arange(0, size, 2, device=device, dtype=torch.float64) / size
+    return torch.exp(exponents * -math.log(_BASE))
 
 
-def _turned(rows: Tensor, turns: Tensor) -> Tensor:
-    """Turn each two features of queries or keys ``[N, heads, size]`` by an angle of their position."""
-    pairs = rows.view(*rows.shape[:-1], -1, 2)
-    turns = turns.to(rows.dtype)
-    if rows.dtype in (torch.float32, torch.float64) and not is_tracing():
-        # as complex numbers, in one operation
-        product = torch.view_as_complex(pairs) * torch.view_as_complex(turns)
-        return torch.view_as_real(product).flatten(-2)
+def _turned(projected: Tensor, turns: Tensor) -> Tensor:
+    """Turn each two features of queries and keys by an angle of their position; may write into ``[N, 3 * size]``."""
+    turns = turns.to(projected.dtype)
+    if projected.dtype in (torch.float32, torch.float64) and not is_tracing():
+        return cast(Tensor, _Turn.apply(projected, turns))  # type: ignore[no-untyped-call]  # torch leaves it so
 
-    left, right = pairs.unbind(-1)
+    pairs = _pairs(projected, turns)
+    left, right = pairs[:, :2].unbind(-1)
     cosine, sine = turns.unbind(-1)
     turned = torch.stack([left * cosine - right * sine, right * cosine + left * sine], -1)
-    return turned.flatten(-2)
+    return torch.cat([turned, pairs[:, 2:]], 1).flatten(1)
+
+
+def _pairs(projected: Tensor, turns: Tensor) -> Tensor:
+    """View queries, keys and values as pairs of features, ``[N, 3, heads, size / 2, 2]``."""
+    return projected.view(len(projected), 3, -1, *turns.shape[-2:])
+
+
+class _Turn(torch.autograd.Function):
+    """Turns queries and keys in place, as complex numbers; the gradient is turned back, so no row is kept for it."""
+
+    @staticmethod
+    def forward(ctx: Any, projected: Tensor, turns: Tensor) -> Tensor:
+        """Turn ``projected [N, 3 * size]`` by ``turns [N, 1, 1, head size / 2, 2]``."""
+        ctx.save_for_backward(turns)
+        ctx.mark_dirty(projected)
+        pairs = torch.view_as_complex(_pairs(projected, turns)[:, :2])
+        pairs.mul_(torch.view_as_complex(turns))
+        return projected
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Turn the gradient back."""
+        (turns,) = ctx.saved_tensors
+        back = turns * turns.new_tensor([1, -1])
+        return _Turn.apply(grads[0].clone(), back), None  # type: ignore[no-untyped-call]  # torch leaves it so

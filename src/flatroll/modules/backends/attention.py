@@ -6,13 +6,16 @@ are cut into blocks of that many rows: a row sees its block and the one before. 
 smaller of run length and ``context``. Slices of one length need no other place than they have.
 """
 
+import functools
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from flatroll.kernels.scan import is_tracing
+from flatroll.kernels.attention import step_loop
+from flatroll.kernels.scan import is_tracing, machine_code
+from flatroll.layout.boundaries import steps_into_run
 from flatroll.layout.transfers import upload
 
 #: Runs of a part are at least this share of its longest one, or shorter by this many rows at most.
@@ -27,12 +30,12 @@ LARGEST_TILE = 128
 class Attention(Protocol):
     """What the layers of a network attend with."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+    def attend(self, layer: int, heads: Tensor, bias: Tensor | None) -> Tensor:
         """Return what each of N rows gathers from the rows that it sees, ``[N, heads * size]``.
 
         Args:
             layer: number of the layer.
-            query, key, value: of each row, ``[N, heads, size]``.
+            heads: queries, keys and values of each row, ``[N, 3, heads, size]``.
             bias: added to the scores, ``[heads, context]``, by the number of rows between query and key; or None.
         """
         ...
@@ -122,20 +125,17 @@ class GroupedRuns:
         begins = torch.empty_like(begins).index_copy_(0, by_rank, begins)  # in the order of the batch
         self.places = _lay_out(starts, begins - first, int(widths.sum()), device)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+    def attend(self, layer: int, heads: Tensor, bias: Tensor | None) -> Tensor:
         """See `Attention`."""
-        heads = value.shape[1:]
-        inputs = [self._by_part(rows.flatten(1)) for rows in (query, key, value)]
-
         gathered: list[Tensor] = []
-        for part, *rows in zip(self.parts, *inputs, strict=True):
+        for part, rows in zip(self.parts, self._by_part(heads.flatten(1)), strict=True):
+            # [pieces * length, 3 * heads * size] -> each [pieces, heads, length, size]
+            rows = rows.view(part.pieces, part.length, *heads.shape[1:])
+            query, key, value = rows.transpose(1, 3).unbind(2)
             if part.length == 1:
-                gathered.append(rows[2])
+                gathered.append(value.flatten(1))
                 continue
 
-            # [pieces * length, heads * size] -> [pieces, heads, length, size]
-            shape = (part.pieces, part.length, *heads)
-            query, key, value = (one.view(shape).transpose(1, 2) for one in rows)
             if part.of_blocks:
                 key = _with_block_before(key)
                 value = _with_block_before(value)
@@ -155,6 +155,81 @@ class GroupedRuns:
         return torch.split(padded, [part.pieces * part.length for part in self.parts])
 
 
+class ContinuedRuns:
+    """The same where some runs go on from caches: rows of a cache are context in front of their run.
+
+    Args:
+        starts: bool ``[N]`` on the CPU, True at first rows.
+        context: see `GroupedRuns`.
+        runs: int64 ``[K]`` on the CPU, the runs that go on, in ascending order.
+        cache: ``[K, layers, 2, heads, P, size]``, on the rows' device.
+        steps: int64 ``[K]`` on the CPU, rows of the episode before the run.
+        biased: see `GroupedRuns`.
+    """
+
+    def __init__(
+        self, starts: Tensor, context: int | None, runs: Tensor, cache: Tensor, steps: Tensor, *, biased: bool
+    ) -> None:
+        device = cache.device
+        slots = cache.shape[4]
+        first = starts.nonzero().squeeze(1)
+        lengths = first.diff(append=first.new_tensor([len(starts)]))
+        #: Rows of the episode at the end of each run, and how many of them are known; int64 ``[R]`` on the CPU.
+        self.total = lengths.index_add(0, runs, steps)
+        held = steps.clamp(max=slots)
+        self.known = lengths.index_add(0, runs, held)
+
+        # with the rows of caches in front of their runs
+        self.ends = self.known.cumsum(0)
+        begins = self.ends - self.known
+        rows = int(self.ends[-1])
+        longer = torch.zeros(rows, dtype=torch.bool).index_fill_(0, begins, True)
+        self.runs = GroupedRuns(longer, context, device, biased=biased)
+
+        # the j-th of the rows that a cache holds is row `steps - held + j` of its episode
+        which = torch.repeat_interleave(held)
+        j = torch.arange(len(which)) - (held.cumsum(0) - held)[which]
+        cached = begins[runs][which] + j
+        slot = (steps - held)[which].add(j) % slots
+        own = torch.ones(rows, dtype=torch.bool).index_fill_(0, cached, False).nonzero().squeeze(1)
+        # the first row of a longer run is the first one that its cache still holds
+        lost = (self.total - self.known)[longer.cumsum(0) - 1]
+        #: Position of each row in its episode, int64 ``[N]`` on the rows' device.
+        self.position = upload((steps_into_run(longer) + lost)[own], device)
+        self.which, self.slot, self.cached, self.own = (
+            upload(index, device) for index in (which, slot, cached, own)
+        )
+        self.cache = cache
+        self._heads: list[Tensor] = []  # of each layer, with the rows of caches
+
+    def attend(self, layer: int, heads: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Attention`."""
+        held = self.cache[self.which, layer, :, :, self.slot].to(
+            heads.dtype
+        )  # [rows of caches, 2, heads, size]
+        longer = heads.new_zeros(len(held) + len(heads), *heads.shape[1:])
+        longer[self.cached, 1:] = held
+        longer = longer.index_copy(0, self.own, heads)
+        self._heads.append(longer.detach())
+        return self.runs.attend(layer, longer, bias).index_select(0, self.own)
+
+    def cache_after(self, runs: Tensor, slots: int) -> Tensor:
+        """Return the cache after the last rows of runs (int64 ``[M]``), ``[M, layers, 2, heads, slots, size]``."""
+        total = self.total[runs, None]
+        # how many rows before the end of the run the row of each slot is
+        before_end = (total - 1 - torch.arange(slots)) % slots + 1
+        row = self.ends[runs, None] - before_end
+        empty = upload(before_end > self.known[runs, None], self.cache.device)
+        row = upload(row.clamp_(min=0), self.cache.device)
+
+        layers = []
+        for heads in self._heads:
+            kept = heads[:, 1:][row]  # [M, slots, 2, heads, size]
+            kept = kept.masked_fill(empty[:, :, None, None, None], 0)
+            layers.append(kept.permute(0, 2, 3, 1, 4))
+        return torch.stack(layers, 1).to(self.cache.dtype)
+
+
 class MaskedRuns:
     """The same with one mask ``[N, N]``: no shape depends on where runs begin, as ``torch.compile`` wants it.
 
@@ -172,10 +247,9 @@ class MaskedRuns:
             visible &= distance < context
         self.window = Window(visible, distance)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+    def attend(self, layer: int, heads: Tensor, bias: Tensor | None) -> Tensor:
         """See `Attention`."""
-        # [N, heads, size] -> [1, heads, N, size]
-        query, key, value = (rows.transpose(0, 1).unsqueeze(0) for rows in (query, key, value))
+        query, key, value = heads.transpose(0, 2).unsqueeze(0).unbind(2)  # each [1, heads, N, size]
         out = attend_within(query, key, value, self.window, bias)
         return out.squeeze(0).transpose(0, 1).flatten(1)
 
@@ -340,46 +414,73 @@ class CachedSteps:
     """
 
     def __init__(self, cache: Tensor, steps: Tensor) -> None:
-        slots = cache.shape[-2]
-        at = torch.arange(slots, device=cache.device)
-        slot = steps[:, None] % slots
-        self.window = Window(
-            (at <= steps[:, None])[:, None, None],
-            ((slot - at) % slots)[:, None],
-        )
-        self._slot = slot[:, :, None, None, None].expand(-1, 2, cache.shape[3], 1, cache.shape[-1])
         self._cache = cache
-        self._layers = list(cache.unbind(1))
-        self._is_new = False
+        self._steps = steps
+        self._layers: list[Tensor] | None = None  # with a gradient: the slots of each layer
 
     @property
     def cache(self) -> Tensor:
         """The cache with this step's rows."""
-        if self._is_new:
+        if self._layers is not None:
             return torch.stack(self._layers, 1)
         return self._cache
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+    def attend(self, layer: int, heads: Tensor, bias: Tensor | None) -> Tensor:
         """See `Attention`."""
-        slots = self._layers[layer]
-        query = query.unsqueeze(2)
-        row = torch.stack([key, value.to(key.dtype)], 1).unsqueeze(3)  # [E, 2, heads, 1, size]
-        row = row.to(slots.dtype)
+        if self._fits_loop(heads, bias):
+            return self._attend_by_loop(layer, heads, bias)
 
-        if torch.is_grad_enabled() and (row.requires_grad or slots.requires_grad):
-            slots = slots.scatter(3, self._slot, row)
-            self._layers[layer] = slots
-            self._is_new = True
-        else:
-            slots.scatter_(3, self._slot, row)
-
+        heads_of_row = heads.to(self._cache.dtype)
+        slots = self._with_row(layer, heads_of_row[:, 1:].unsqueeze(3))
         key, value = slots.unbind(1)
-        visible, distance = self.window
+        visible, distance = self._window
         if bias is None:
             scores = visible
         else:
             # [heads, E, 1, P] -> [E, heads, 1, P]
-            known = bias[:, distance].transpose(0, 1).to(query.dtype)
+            known = bias[:, distance].transpose(0, 1).to(key.dtype)
             scores = torch.where(visible, known, -torch.inf)
+        query = heads_of_row[:, 0].unsqueeze(2)
         out = scaled_dot_product_attention(query, key, value, attn_mask=scores)
+        return out.flatten(1)
+
+    @functools.cached_property
+    def _window(self) -> Window:
+        steps = self._steps[:, None]
+        slots = self._cache.shape[-2]
+        at = torch.arange(slots, device=steps.device)
+        return Window((at <= steps)[:, None, None], ((steps - at) % slots)[:, None])
+
+    def _with_row(self, layer: int, row: Tensor) -> Tensor:
+        """Return the slots of a layer ``[E, 2, heads, P, size]`` with the step's row ``[E, 2, heads, 1, size]``."""
+        slots = self._cache[:, layer]
+        slot = self._steps % slots.shape[3]
+        slot = slot[:, None, None, None, None].expand_as(row)
+        if not torch.is_grad_enabled() or not (row.requires_grad or slots.requires_grad):
+            return slots.scatter_(3, slot, row)
+
+        if self._layers is None:
+            self._layers = list(self._cache.unbind(1))
+        self._layers[layer] = slots.scatter(3, slot, row)
+        return self._layers[layer]
+
+    def _fits_loop(self, heads: Tensor, bias: Tensor | None) -> bool:
+        """Whether the loop can read the values, and no gradient is wanted."""
+        if torch.is_grad_enabled() or is_tracing() or self._cache.dtype not in (torch.float32, torch.float64):
+            return False
+        tensors = [self._cache, heads]
+        if bias is not None:
+            tensors.append(bias)
+        return all(x.is_cpu and x.dtype is heads.dtype and x.is_contiguous() for x in tensors)
+
+    def _attend_by_loop(self, layer: int, heads: Tensor, bias: Tensor | None) -> Tensor:
+        """Attend with the loop of `flatroll.kernels.attention`."""
+        envs, _, count, size = heads.shape
+        if bias is None:
+            bias = heads.new_empty(count, 0)
+        rows, cache, known = (x.detach().numpy() for x in (heads, self._cache, bias))
+        out = heads.new_empty(envs, count, size)
+
+        step = machine_code(step_loop, sums_in_any_order=True)
+        step(rows, self._steps.numpy(), known, layer, cache, out.numpy())
         return out.flatten(1)
