@@ -1,13 +1,14 @@
 """Compares the memories on three tasks of POPGym's kind: PPO, the same settings for all, several seeds.
 
 ``python -m benchmarks.memory_tasks out/memory_tasks`` trains what the folder does not have yet (81 runs, about 25
-minutes of one core) and prints the table. With ``--page docs/memory.md`` it also writes the table into the page, between
-the lines ``<!-- memory tasks -->``, and the curves into ``docs/img/memory_tasks.png``.
+minutes of one core) and prints the table. With ``--page docs/memory.md`` it also writes the table into the page,
+between the lines ``<!-- memory tasks -->``, and the curves into ``docs/img/memory_tasks.png``.
 
 Each run is ``python -m flatroll run memory_ppo`` with the options of `options_of`.
 """
 
 import argparse
+import functools
 import json
 import shutil
 import tempfile
@@ -69,15 +70,24 @@ Runs = dict[tuple[str, Task], list[Finished]]
 
 
 def options_of(memory: str, task: Task, seed: int, frames: int) -> list[str]:
-    """The options of a run: two layers of width 64, 4 passes over a batch in 2 minibatches each."""
+    """The options of a run. The others keep their defaults: two layers of width 64, 4 passes over each batch."""
     line = f"--env {task.name} --memory {memory} --seed {seed} --frames {frames} --num-envs {task.num_envs}"
-    return f"{line} --minibatches 2 --log-every 1 --eval-every 1000000000 --episodes 256".split()
+    return f"{line} --log-every 1 --eval-every 1000000000 --episodes 256".split()
+
+
+@functools.cache
+def warm_up(memory: str) -> None:
+    """Train on one batch, so that kernels are loaded before anything is timed."""
+    with tempfile.TemporaryDirectory() as scratch:
+        options = [*options_of(memory, TASKS[1], 0, 1), "--folder", scratch]
+        memory_ppo.train(common.parse("memory_ppo", options))
 
 
 def run_once(memory: str, task: Task, seed: int, frames: int, folder: Path) -> Finished:
     """Train, unless the folder has such a run; one that did not finish begins anew."""
     result, cost = folder / "result.json", folder / "processor_seconds.json"
     if not cost.exists() or json.loads(result.read_text())["frames"] < frames:
+        warm_up(memory)
         shutil.rmtree(folder, ignore_errors=True)
         begun = time.process_time()
         options = [*options_of(memory, task, seed, frames), "--folder", str(folder)]
@@ -90,9 +100,6 @@ def run_once(memory: str, task: Task, seed: int, frames: int, folder: Path) -> F
 
 def run_all(out: Path, memories: Sequence[str], seeds: Sequence[int], frames: int) -> Runs:
     """Train all, seed after seed, so that an early end leaves whole tables of fewer seeds."""
-    with tempfile.TemporaryDirectory() as scratch:  # kernels are loaded before anything is timed
-        for memory in memories:
-            run_once(memory, TASKS[1], 0, 1, Path(scratch) / memory)
     found: Runs = {}
     for seed in seeds:
         for task in TASKS:

@@ -1,7 +1,7 @@
-"""PPO with any memory of flatroll, on tasks that only a memory solves: three of POPGym's, and a recall over 100 steps.
+"""PPO with any memory of flatroll, on tasks that need one: three of POPGym's, and a recall over 100 steps.
 
-``python -m flatroll run memory_ppo --env RepeatPrevious --memory transformer`` names the card suit shown three steps
-ago, by attention; ``--env Recall --memory transformer --context 128`` names at step 100 what it saw at step 0. Guessing
+``python -m flatroll run memory_ppo --memory transformer`` names the card suit shown three steps ago. With ``--env
+Recall --context 128 --layers 1 --minibatches 4 --frames 300000`` it names at step 100 what it saw at step 0. Guessing
 returns -0.5, perfect memory 1. The rules are in ``flatroll/examples/memory_tasks.py``. To resume a run that was
 stopped, repeat the command.
 """
@@ -14,23 +14,21 @@ from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
 from flatroll.estimators import GAE, ClipPPOLoss, update_step
 from flatroll.examples import common
 from flatroll.examples.memory_tasks import TASKS
+from flatroll.layout.checks import check_choice
 from flatroll.modules import TransformerModule, actor, critic
 from flatroll.rollouts import Collector
 from flatroll.wrappers import RewardSum
 
 OPTIONS = {
-    "env": ("RepeatPrevious", "RepeatPrevious, Autoencode, CountRecall or Recall"),
-    "memory": (
-        "transformer",
-        "as actor(recurrent=...): gru, lstm, mingru, linear, lru, s6, ffm, deltanet, transformer",
-    ),
-    "frames": (300_000, "maximum number of frames"),
+    "env": ("RepeatPrevious", "RepeatPrevious, Autoencode, Autoencode12 (cards), CountRecall or Recall"),
+    "memory": ("transformer", "gru, lstm, mingru, linear, lru, s6, ffm, deltanet or transformer"),
+    "frames": (100_000, "maximum number of frames"),
     "num_envs": (64, "environments; a batch is one episode of each"),
     "hidden": (64, "width of the networks"),
     "layers": (2, "layers of the memory"),
     "context": (64, "rows that a layer of the transformer sees"),
     "epochs": (4, "passes over a batch, on average"),
-    "minibatches": (4, "minibatches per pass"),
+    "minibatches": (2, "minibatches per pass"),
     "gamma": (0.5, "discount; each answer is paid at once, and changes nothing"),
     "entropy": (0.01, "weight of the entropy bonus"),
     "lr": (3e-3, "initial learning rate; it falls linearly"),
@@ -44,7 +42,7 @@ OPTIONS = {
 def make_policy(env: Any, args: Any) -> Any:
     """Build an actor whose memory has the layers and the context asked for."""
     policy = actor(env, hidden=2 * (args.hidden,), recurrent=args.memory, norm=False)
-    _, memory, *_ = policy.module
+    _, memory, *_ = policy.module  # behind the encoder, in front of the head
     more: dict[str, Any] = {}
     if isinstance(memory, TransformerModule):
         more = {"context": args.context, "gate": "gtrxl"}
@@ -56,6 +54,7 @@ def make_policy(env: Any, args: Any) -> Any:
 def train(args: Any) -> dict[str, Any]:
     """Collect an episode of each env, estimate, update from whole episodes; return the result."""
     torch.manual_seed(args.seed)
+    check_choice("env", args.env, tuple(TASKS))
     env = RewardSum(TASKS[args.env](args.num_envs))
     policy = make_policy(env, args)
     value = critic(env, actor=policy, shared=True, device=args.device)

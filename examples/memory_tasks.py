@@ -1,8 +1,8 @@
-"""Small vectorised tasks that need memory: three of POPGym's with its easy sizes, and a recall over 100 steps.
+"""Small vectorised tasks that need memory: three of POPGym's, with its easy sizes, and a recall over 100 steps.
 
-The rules of ``RepeatPrevious``, ``Autoencode`` and ``CountRecall`` are those of POPGym's ``...Easy`` tasks (Morad et al.,
-POPGym: Benchmarking partially observable reinforcement learning, 2023, https://arxiv.org/abs/2303.01859). Perfect memory
-returns 1 in all of them.
+The rules of ``RepeatPrevious``, ``Autoencode`` and ``CountRecall`` are those of POPGym's easy versions (Morad et al.,
+POPGym: Benchmarking partially observable reinforcement learning, 2023, https://arxiv.org/abs/2303.01859). Perfect
+memory returns 1 in all tasks.
 """
 
 from functools import partial
@@ -129,22 +129,20 @@ class CountRecall(MemoryTask):
 
 
 class Recall(MemoryTask):
-    """Shows a suit, then ``delay - 1`` others that do not matter, and then asks for the first one.
+    """A corridor: shows a suit in the first step, then nothing new, and asks for the suit ``delay`` steps later.
 
-    The observation is (0, the suit to keep), then (1, any suit), and (2, any suit) in the last of ``delay + 1`` steps,
-    the only one with an answer.
+    The observation is the suit, then 4, and 5 in the last of ``delay + 1`` steps, the only one with an answer.
     """
 
     def __init__(self, num_envs: int, delay: int = 100) -> None:
-        super().__init__(num_envs, gym.spaces.MultiDiscrete([3, SUITS]), SUITS, steps=delay + 1)
+        super().__init__(num_envs, gym.spaces.Discrete(SUITS + 2), SUITS, steps=delay + 1)
 
     def deal(self) -> tuple[Any, Any]:
-        shown = np.ones((self.steps + 1, self.num_envs, 2), np.int64)
-        shown[0, :, 0] = 0
-        shown[self.steps - 1 :, :, 0] = 2
-        shown[..., 1] = self.random.integers(0, SUITS, (self.steps + 1, self.num_envs))
+        shown = np.full((self.steps + 1, self.num_envs), SUITS)
+        shown[0] = self.random.integers(0, SUITS, self.num_envs)
+        shown[self.steps - 1 :] = SUITS + 1
         right = np.full((self.steps, self.num_envs), -1)
-        right[-1] = shown[0, :, 1]
+        right[-1] = shown[0]
         return shown, right
 
 
@@ -153,6 +151,6 @@ TASKS: dict[str, Any] = {
     "RepeatPrevious": RepeatPrevious,
     "Autoencode": Autoencode,
     "CountRecall": CountRecall,
+    "Autoencode12": partial(Autoencode, cards=12),  # POPGym's has 52
     "Recall": Recall,
-    "Autoencode12": partial(Autoencode, cards=12),
 }

@@ -28,6 +28,7 @@ from flatroll.examples.common import Log, parse, programs
 #: Of each program: options that make it small.
 SMALL = {
     "dqn": "--frames 320 --start 100 --capacity 200 --target-every 20",
+    "memory_ppo": "--frames 320 --num-envs 2 --hidden 8 --layers 1 --context 4 --epochs 1 --minibatches 1",
     "multi_agent": "--env flatroll.wrappers.testing:ScriptedGame --frames 144 --games 2 --steps 8 --eval-every 48 "
     "--save-every 48",
     "offline_iql": "--frames 60 --eval-every 30 --save-every 30 --episodes-made 4 --batch-size 32",
@@ -47,6 +48,7 @@ FAMILIES = ("ppo_masked", "recurrent_ppo", "dqn")
 #: Those whose envs take a seed at each reset.
 DETERMINISTIC = [
     "dqn",
+    "memory_ppo",
     "offline_iql",
     "ppo_continuous",
     "ppo_masked",
