@@ -106,20 +106,8 @@ def draw_offline(out: Path, seeds: range = range(1, 4)) -> Figure:
 
 def draw_recall(out: Path, seeds: range = range(1, 4)) -> Figure:
     """The curves of memory_ppo on Recall, with a transformer and with a GRU; runs that are there already are taken."""
-    options = [
-        "--env",
-        "Recall",
-        "--layers",
-        "1",
-        "--context",
-        "128",
-        "--minibatches",
-        "4",
-        "--frames",
-        "300000",
-        "--log-every",
-        "1",
-    ]
+    sizes = {"layers": 1, "context": 128, "minibatches": 4, "frames": 300_000, "log-every": 1}
+    options = ["--env", "Recall", *(f"--{name}={value}" for name, value in sizes.items())]
     figure = Figure(figsize=(7.5, 3.6), layout="constrained")
     axes = figure.add_subplot()
     for (memory, name), colour in zip(RECALLING.items(), ("#6A3D9A", "#000000"), strict=True):
