@@ -110,19 +110,23 @@ def run_all(out: Path, memories: Sequence[str], seeds: Sequence[int], frames: in
 
 
 def rows_of(runs: Runs) -> str:
-    """The table: means over the seeds with the lowest and highest, and processor seconds of one run."""
+    """The table: means over the seeds with the worst and the best, and processor seconds of one run."""
     memories = list(dict.fromkeys(memory for memory, _ in runs))
     rows = []
     for memory in memories:
         cells = [MEMORIES[memory]]
         for task in TASKS:
             returns = [run.evaluation for run in runs[memory, task]]
-            cells.append(f"{sum(returns) / len(returns):.2f} [{min(returns):.2f}, {max(returns):.2f}]")
+            spread = ""
+            if len(returns) > 1:
+                spread = f" [{min(returns):.2f}, {max(returns):.2f}]"
+            cells.append(f"{sum(returns) / len(returns):.2f}{spread}")
         seconds = [run.seconds for task in TASKS for run in runs[memory, task]]
         rows.append([*cells, f"{sum(seconds) / len(seconds):.0f}"])
+    seeds = len(runs[memories[0], TASKS[0]])
     frames = [runs[memories[0], task][0].frames for task in TASKS]
     titles = [f"{task.title}, {count:,} frames" for task, count in zip(TASKS, frames, strict=True)]
-    return table(["memory", *titles, "processor seconds"], rows)
+    return table([f"memory, seeds: {seeds}", *titles, "processor seconds"], rows)
 
 
 def picture(runs: Runs) -> Any:
