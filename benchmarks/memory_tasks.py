@@ -1,7 +1,7 @@
 """Compares the memories on three tasks of POPGym's kind: PPO, the same settings for all, several seeds.
 
 ``python -m benchmarks.memory_tasks out/memory_tasks`` trains what the folder does not have yet (81 runs, about 25
-minutes of one core) and prints the table. With ``--page docs/memory.md`` it also writes the table into the page,
+minutes of one core) and prints the table. With ``--page docs/memory_tasks.md`` it also writes the table into the page,
 between the lines ``<!-- memory tasks -->``, and the curves into ``docs/img/memory_tasks.png``.
 
 Each run is ``python -m flatroll run memory_ppo`` with the options of `options_of`.
