@@ -2,7 +2,8 @@
 
 ``python docs/make_pictures.py first`` draws only the learning curves of the README's script and the tree of a
 search, with ``tree`` only the latter, with ``text`` those of text rollouts and of language models (a few minutes), with
-``workers`` who owns what, with ``offline`` the curve of offline learning, over three seeds.
+``workers`` who owns what, with ``offline`` the curve of offline learning, over three seeds, with ``recall`` those of a
+transformer and a GRU that have to remember for 100 steps.
 """
 
 import argparse
@@ -19,13 +20,15 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from flatroll.examples import grpo, offline_iql, report, tool_use
+from flatroll.examples import grpo, memory_ppo, offline_iql, report, tool_use
 from flatroll.examples.curves import draw, find_logs, over_seeds
 from flatroll.examples.text import emit_a_token
 from flatroll.examples.tree_search import tree_of_first_move
 from flatroll.layout import timeline
 from flatroll.rollouts import rollout
 
+#: The memories of `draw_recall`.
+RECALLING = {"transformer": "transformer", "gru": "GRU of the same width"}
 IMAGES = Path(__file__).parent / "img"
 README = Path(__file__).parents[1] / "README.md"
 
@@ -113,6 +116,35 @@ def draw_program(program: Any, out: Path, title: str, label: str, seeds: range =
     axes.set(xlabel="tokens that the model wrote")
     axes.set_title(title, loc="left")
     axes.legend(frameon=False, loc="lower right")
+    return figure
+
+
+def draw_recall(out: Path, seeds: range = range(1, 4)) -> Figure:
+    """The curves of memory_ppo on Recall, with a transformer and with a GRU; runs that are there already are taken."""
+    sizes = {"layers": 1, "context": 128, "minibatches": 4, "frames": 300_000, "log-every": 1}
+    options = ["--env", "Recall", *(f"--{name}={value}" for name, value in sizes.items())]
+    figure = Figure(figsize=(7.5, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    for (memory, name), colour in zip(RECALLING.items(), ("#6A3D9A", "#000000"), strict=True):
+        folders = [out / "recall" / memory / f"Recall-seed{seed}" for seed in seeds]
+        for seed, folder in zip(seeds, folders, strict=True):
+            if not (folder / "result.json").exists():
+                words = ["--memory", memory, "--seed", str(seed), "--folder", str(folder)]
+                memory_ppo.main([*options, *words])
+        for folder in folders:
+            curve = over_seeds([folder / "log.csv"])
+            frames = [count / 1000 for count in curve.frames]
+            axes.plot(
+                frames, curve.mean, color=colour, linewidth=2, label=name if folder == folders[0] else ""
+            )
+    axes.axhline(-0.5, color="0.6", linewidth=1, linestyle=":")
+    axes.set(ylim=(-1.05, 1.05))
+    axes.set_xlabel("thousand frames", fontsize=13)
+    axes.set_ylabel("mean return", fontsize=13)
+    axes.set_title("Name at step 100 what was shown at step 0", loc="left", fontsize=13)
+    axes.tick_params(labelsize=12)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=12, loc="center left", bbox_to_anchor=(0, 0.62))
     return figure
 
 
@@ -261,7 +293,7 @@ def main() -> None:
     parser.add_argument(
         "which",
         nargs="?",
-        choices=["first", "tree", "text", "workers", "offline", "all"],
+        choices=["first", "tree", "text", "workers", "offline", "recall", "all"],
         default="all",
         help="default: all",
     )
@@ -275,6 +307,10 @@ def main() -> None:
     if args.which in ("offline", "all"):
         draw_offline(out).savefig(IMAGES / "offline_iql.png", dpi=100)
     if args.which == "offline":
+        return
+    if args.which in ("recall", "all"):
+        draw_recall(out).savefig(IMAGES / "recall.png", dpi=110)
+    if args.which == "recall":
         return
     if args.which in ("text", "all"):
         emit_a_token.save_curve(emit_a_token.train(), IMAGES / "text_curve.png")

@@ -29,6 +29,7 @@ from flatroll.examples.common import Log, parse, programs
 SMALL = {
     "dqn": "--frames 320 --start 100 --capacity 200 --target-every 20",
     "grpo": "--frames 320 --prompts 4 --answers 4 --hidden 8 --epochs 1",
+    "memory_ppo": "--frames 320 --num-envs 2 --hidden 8 --layers 1 --context 4 --epochs 1 --minibatches 1",
     "multi_agent": "--env flatroll.wrappers.testing:ScriptedGame --frames 144 --games 2 --steps 8 --eval-every 48 "
     "--save-every 48",
     "offline_iql": "--frames 60 --eval-every 30 --save-every 30 --episodes-made 4 --batch-size 32",
@@ -55,6 +56,7 @@ FAMILIES = ("ppo_masked", "recurrent_ppo", "dqn")
 DETERMINISTIC = [
     "dqn",
     "grpo",
+    "memory_ppo",
     "offline_iql",
     "ppo_continuous",
     "ppo_masked",

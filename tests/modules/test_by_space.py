@@ -423,8 +423,8 @@ def test_a_q_network_of_continuous_actions_is_one_of_sac() -> None:
         (
             lambda: actor(make(), recurrent="rnn"),  # type: ignore[arg-type]
             ValueError,
-            "recurrent must be None, 'gru', 'lstm', 'mingru', 'lru', 's6', 'ffm', 'deltanet' or 'transformer', got "
-            "'rnn'",
+            "recurrent must be None, 'gru', 'lstm', 'mingru', 'linear', 'lru', 's6', 'ffm', 'deltanet' or "
+            "'transformer', got 'rnn'",
         ),
         (lambda: actor(make(), std="none"), ValueError, "std must be 'independent' or 'dependent'"),  # type: ignore[arg-type]
         (lambda: critic(make(), shared=True), ValueError, "shared=True needs the actor"),

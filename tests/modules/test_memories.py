@@ -47,6 +47,8 @@ def lru_cell(net: LRUModule, layer: int, row: Tensor, state: Tensor) -> tuple[Te
 
 def s6_cell(net: S6Module, layer: int, row: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     n = net.state_size
+    if layer:
+        row = row / torch.sqrt(row.square().mean() + 1e-5)
     x, z, s, b, c = (net.inputs[layer].weight @ row).split([HIDDEN, HIDDEN, HIDDEN, n, n])  # type: ignore[operator]
     step, u = F.softplus(s + net.step_bias[layer]), F.silu(x)
     now = []
@@ -205,6 +207,22 @@ def test_the_order_of_runs_does_not_matter(kind: Any) -> None:
             joined = torch.cat([parts[i] for i in order])
             expected = torch.cat([alone[i] for i in order])
             torch.testing.assert_close(module(joined)["features"], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_layers_of_a_selective_state_space_do_not_fade_out() -> None:
+    """What a layer puts out is a product of three factors below 1: without a norm three layers leave 1e-4 of it."""
+    rows = torch.randn(64, 16, generator=torch.manual_seed(0))
+    gradients = []
+    for layers in (1, 3):
+        torch.manual_seed(0)
+        net = S6Module(16, 16, num_layers=layers, in_key="observation", out_key="features", state="zero")
+        batch = TensorDict(
+            {"observation": rows.clone().requires_grad_(), "is_init": torch.arange(64) % 16 == 0}, [64]
+        )
+        with set_recurrent_mode(True):
+            net(batch)["features"].square().sum().sqrt().backward()
+        gradients.append(batch["observation"].grad.norm())
+    assert gradients[1] > 0.1 * gradients[0]
 
 
 @pytest.mark.parametrize("recurrent", MEMORIES)

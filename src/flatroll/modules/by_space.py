@@ -71,7 +71,7 @@ from flatroll.modules.distributions import (
     SquashedGaussian,
 )
 from flatroll.modules.forgetful import FFMModule
-from flatroll.modules.linear import MinGRUModule
+from flatroll.modules.linear import LinearRecurrentModule, MinGRUModule
 from flatroll.modules.lru import LRUModule
 from flatroll.modules.recurrent import GRUModule, LSTMModule, RecurrentModule
 from flatroll.modules.running_norm import RunningNorm
@@ -81,7 +81,9 @@ from flatroll.modules.transformer import TransformerModule
 #: An env; only its spaces are read.
 SpacedEnv: TypeAlias = Any
 N = TypeVar("N", bound=nn.Module)
-Recurrent: TypeAlias = Literal["gru", "lstm", "mingru", "lru", "s6", "ffm", "deltanet", "transformer"]
+Recurrent: TypeAlias = Literal[
+    "gru", "lstm", "mingru", "linear", "lru", "s6", "ffm", "deltanet", "transformer"
+]
 Cnn: TypeAlias = Literal["small", "impala"]
 
 #: The memories with a state in each row, by the value of ``recurrent``; each is made of the sizes of its input and
@@ -90,6 +92,7 @@ MEMORIES: dict[str, Any] = {
     "gru": GRUModule,
     "lstm": LSTMModule,
     "mingru": MinGRUModule,
+    "linear": LinearRecurrentModule,
     "lru": LRUModule,
     "s6": S6Module,
     "ffm": FFMModule,
@@ -148,9 +151,10 @@ def actor(
         cnn: the network for images: ``"small"``, three layers with strides 4, 2, 1 (two of 3 x 3 for sides below 36),
             or ``"impala"``, fifteen layers in residual blocks.
         recurrent: the last layer is a memory, whose state collectors carry: ``"gru"`` (`GRUModule`), ``"lstm"``
-            (`LSTMModule`), ``"mingru"`` (`MinGRUModule`), ``"lru"`` (`LRUModule`), ``"s6"`` (`S6Module`), ``"ffm"``
-            (`FFMModule`), ``"deltanet"`` (`DeltaNetModule`) or ``"transformer"`` (`TransformerModule`, two gated layers
-            with 4 heads and a context of 64 rows). Default None: no memory.
+            (`LSTMModule`), ``"mingru"`` (`MinGRUModule`), ``"linear"`` (`LinearRecurrentModule`), ``"lru"``
+            (`LRUModule`), ``"s6"`` (`S6Module`), ``"ffm"`` (`FFMModule`), ``"deltanet"`` (`DeltaNetModule`) or
+            ``"transformer"`` (`TransformerModule`, two gated layers with 4 heads and a context of 64 rows). Default
+            None: no memory.
         std: the standard deviation of a Box's numbers: ``"independent"`` of the observation, one parameter for each
             number, or a second output of the network, ``"dependent"``.
         squash: squash the numbers of a Box by tanh into its bounds. Default None: where all bounds are finite.

@@ -31,7 +31,8 @@ class DeltaNetModule(StatefulModule):
 
     The recurrence is linear, but its transition is a matrix. So runs are computed row by row on the CPU, by a loop
     whose matrices stay in the cache (differentiable once), and elsewhere by chunks of up to 64 rows: each chunk by
-    products of matrices, chunk after chunk. The convolutions of the paper are left out. The state is ``[*B, num_layers,
+    products of matrices, chunk after chunk. The convolutions of the paper are left out, and queries are not scaled by
+    ``d ** -0.5``, which the norm would cancel but for its epsilon. The state is ``[*B, num_layers,
     hidden_size ** 2 / num_heads]``, which is much for a row: collect with ``state_stride``, or train with
     ``state="zero"``. In recurrent mode the next states are exact on the last row of each run and zeros elsewhere,
     as of :class:`LSTMModule`. Everything else is as for :class:`MinGRUModule`, except that ``torch.compile`` breaks

@@ -27,10 +27,10 @@ class FFMModule(LinearRecurrence):
     y[t] = layer_norm(W3 [Re S[t], Im S[t]] + b3) * o + (W5 r[t] + b5) * (1 - o)
     ```
 
-    At the start the rates ``a`` are spread evenly between 1e-6 and 0.5, and the periods ``2 pi / w`` between 1 step and
-    ``max_period`` steps. The state is much smaller than that of the other memories and independent of ``hidden_size``:
-    ``[*B, num_layers, 2 * memory_size * context_size]``, real and imaginary parts by turns. Everything else is as for
-    :class:`MinGRUModule`.
+    At the start the rates ``a`` are spread evenly between 1e-6 and 0.5 (in the authors' code between 0.0045 and 0.67),
+    and the periods ``2 pi / w`` between 1 step and ``max_period`` steps. The state is much smaller than that of the
+    other memories and independent of ``hidden_size``: ``[*B, num_layers, 2 * memory_size * context_size]``, real and
+    imaginary parts by turns. Everything else is as for :class:`MinGRUModule`.
 
     Args:
         input_size, hidden_size, num_layers, dropout: as for :class:`MinGRUModule`.

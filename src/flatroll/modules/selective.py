@@ -30,9 +30,11 @@ class S6Module(LinearRecurrence):
     y[t] = W_out ((h[t] C + D u) * silu(z)) + b_out
     ```
 
-    At the start A is 1, 2, ..., n for each feature, and the step sizes are spread between 0.001 and 0.1. Mamba's
-    convolution of the last inputs is left out, as a second layer takes its part. The state is ``[*B, num_layers,
-    state_size * hidden_size]``. Everything else is as for :class:`MinGRUModule`.
+    At the start A is 1, 2, ..., n for each feature, and the step sizes are spread between 0.001 and 0.1. The input of
+    each layer but the first is divided by its root mean square, as in Mamba's blocks: otherwise a second layer would
+    begin with outputs near 0. Mamba's convolution of the last inputs is left out, as a second layer takes its part;
+    ``s`` has a matrix of its own instead of one of low rank, and blocks add nothing to their input. The state is
+    ``[*B, num_layers, state_size * hidden_size]``. Everything else is as for :class:`MinGRUModule`.
 
     Args:
         input_size, hidden_size, num_layers, dropout: as for :class:`MinGRUModule`.
@@ -92,6 +94,8 @@ class S6Module(LinearRecurrence):
 
     @override
     def enter(self, layer: int, rows: Tensor) -> Tensor:
+        if layer:  # an output is a product of three factors below 1: after a few layers nothing would be left
+            rows = F.rms_norm(rows, rows.shape[-1:], eps=1e-5)
         return cast(Tensor, self.inputs[layer](rows))
 
     @override
