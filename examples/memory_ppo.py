@@ -55,11 +55,11 @@ def train(args: Any) -> dict[str, Any]:
     """Collect an episode of each env, estimate, update from whole episodes; return the result."""
     torch.manual_seed(args.seed)
     check_choice("env", args.env, tuple(TASKS))
-    env = RewardSum(TASKS[args.env](args.num_envs))
+    task = TASKS[args.env](args.num_envs)
+    env = RewardSum(task)
     policy = make_policy(env, args)
     value = critic(env, actor=policy, shared=True, device=args.device)
-    steps = env.unwrapped.steps
-    rows = args.num_envs * steps
+    rows = args.num_envs * task.steps
     total = -(-args.frames // rows) * rows
     collected: Any = {"frames_per_batch": rows, "total_frames": total, "compact_obs": True}
     collector = Collector(env, policy, seed=args.reset_seed, device=args.device, **collected)

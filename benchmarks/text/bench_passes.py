@@ -75,8 +75,9 @@ def padded(model: Any, sequences: Sequences, batch: TensorDict) -> Tensor:
     tokens, mask = sequences.padded(distinct, longest)
     count = longest - shortest + 1
     logits = model(input_ids=tokens, attention_mask=mask, use_cache=False, logits_to_keep=count).logits
-    batch.set("logits", logits[text, length - shortest])
-    return batch["logits"]
+    rows: Tensor = logits[text, length - shortest]
+    batch.set("logits", rows)
+    return rows
 
 
 def positions_of(model: Any, sequences: Sequences, batch: TensorDict) -> int:
