@@ -70,7 +70,7 @@ def train(args: Any) -> dict[str, Any]:
     optimizer = torch.optim.Adam(loss.parameters(), lr=args.lr, eps=1e-5)
     precision = torch.bfloat16 if args.bfloat16 else None
     step = update_step(loss, optimizer, max_grad_norm=0.5, autocast=precision)
-    sampler = SliceSampler(slice_len=steps, fill=False)  # whole episodes
+    sampler = SliceSampler(slice_len=task.steps, fill=False)  # whole episodes
     buffer = ReplayBuffer(storage=LazyTensorStorage(rows, device=args.device), sampler=sampler)
     test_env = TASKS[args.env](args.episodes)
     run = common.Run(args, policy, test_env, collector, policy=loss, optimizer=optimizer, buffer=buffer)
