@@ -81,7 +81,7 @@ class TransformerNetwork(nn.Module):
             projected = block.project(hidden)
             if without_gradient is not None:
                 projected = torch.where(without_gradient[:, None], projected.detach(), projected)
-            query, key, value = projected.view(len(rows), 3, self.num_heads, self.head_size).unbind(1)
+            query, key, value = projected.view(rows.shape[0], 3, self.num_heads, self.head_size).unbind(1)
             if turns is not None:
                 query = _turned(query, turns)
                 key = _turned(key, turns)

@@ -335,7 +335,8 @@ class CachedSteps:
     episode before are hidden until they are written.
 
     Args:
-        cache: ``[E, layers, 2, heads, P, size]``, keys and values, written in place where no gradient is wanted.
+        cache: ``[E, layers, 2, heads, P, size]``, keys and values, written in place where no gradient is wanted and
+            nothing is exported.
         steps: int64 ``[E]``, rows of the episode before this one.
     """
 
@@ -366,7 +367,9 @@ class CachedSteps:
         row = torch.stack([key, value.to(key.dtype)], 1).unsqueeze(3)  # [E, 2, heads, 1, size]
         row = row.to(slots.dtype)
 
-        if torch.is_grad_enabled() and (row.requires_grad or slots.requires_grad):
+        wants_gradient = torch.is_grad_enabled() and (row.requires_grad or slots.requires_grad)
+        # an exported graph leaves its inputs alone
+        if wants_gradient or torch.compiler.is_exporting():
             slots = slots.scatter(3, self._slot, row)
             self._layers[layer] = slots
             self._is_new = True
