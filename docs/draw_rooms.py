@@ -25,6 +25,7 @@ COLOURS = {
     "trees": "#F9C9B6",
     "datasets": "#F9C9B6",
     "text": "#F9C9B6",
+    "deploy": "#F9C9B6",
 }
 
 

@@ -8,6 +8,7 @@ from wrong_arguments import every_call, public_cases, run
 CLEAN = (  # rooms
     "buffers",
     "datasets",
+    "deploy",
     "disk",
     "estimators",
     "export",

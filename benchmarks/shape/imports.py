@@ -25,11 +25,12 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "trees": ("layout", "kernels", "specs", "buffers"),
     "datasets": ("layout", "sharing", "disk", "buffers"),
     "text": ("layout", "buffers"),
+    "deploy": ("layout", "disk", "wrappers", "modules"),
     "trainers": ("layout", "kernels", "specs", "wrappers", "rollouts", "buffers", "modules", "estimators"),
 }
 ROOMS = tuple(ARROWS)
 #: The outer ring: these rooms, and in core rooms the folders for Ray, Triton, JAX and games.
-OUTER_ROOMS = ("trees", "datasets", "text", "trainers", "export")
+OUTER_ROOMS = ("trees", "datasets", "text", "trainers", "deploy", "export")
 OUTER_FOLDERS = (
     "buffers.on_ray",
     "kernels.recurrent",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
 BENCH_PREFIX = "bench_"
+POLICY_SUFFIXES = (".onnx", ".pt2")
 CHECKOUT = Path(flatroll.__file__).resolve().parents[2]  # of an editable install; else see `find_checkout`
 
 
@@ -82,9 +83,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     run.set_defaults(run=list_programs)
 
-    look = commands.add_parser("inspect", help="describe a saved buffer or batch and check it")
+    look = commands.add_parser(
+        "inspect", help="describe a saved buffer or batch and check it; describe an exported policy"
+    )
     look.add_argument(
-        "path", type=Path, metavar="PATH", help="folder of a save, or written by TensorDict.memmap"
+        "path",
+        type=Path,
+        metavar="PATH",
+        help="folder of a save, or written by TensorDict.memmap; file of export_policy",
     )
     look.add_argument(
         "--plot", type=Path, metavar="FILE", help="save a picture of a batch's trajectories to FILE"
@@ -123,8 +129,13 @@ def run_program(name: str, argv: list[str]) -> int:
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:
-    """Describe the rows or the batch saved in a directory; return 1 if it is damaged or a row breaks a rule."""
+    """Describe the rows or the batch saved in a directory, or the policy in a file.
+
+    Return 1 if a directory is damaged or a row breaks a rule.
+    """
     path: Path = arguments.path
+    if path.suffix in POLICY_SUFFIXES and not path.is_dir():
+        return run_inspect_policy(path)
     if not (path / "meta.json").is_file():
         return run_inspect_folder(arguments)
 
@@ -153,6 +164,17 @@ def run_inspect(arguments: argparse.Namespace) -> int:
 
     if any(finding.severity == "error" for finding in findings):
         return 1
+    return 0
+
+
+def run_inspect_policy(path: Path) -> int:
+    """Print what a file of `flatroll.export_policy` says about itself."""
+    from flatroll.deploy import read_record
+
+    try:
+        print(read_record(path).as_text())
+    except (OSError, ValueError) as error:
+        raise CommandError(str(error)) from None
     return 0
 
 

@@ -1,5 +1,6 @@
 """Estimators, losses, updates and recurrent modules: numbers and gradients of a device equal the CPU's."""
 
+import tempfile
 from typing import Any
 
 import gymnasium as gym
@@ -11,8 +12,9 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 
 from benchmarks.bench_gae import Data, call_of, module
-from flatroll import estimators
+from flatroll import estimators, modules
 from flatroll.buffers import LazyTensorStorage
+from flatroll.deploy import export_policy
 from flatroll.estimators import (
     GAE,
     A2CLoss,
@@ -58,6 +60,18 @@ from flatroll.rollouts import Collector, rollout
 from flatroll.wrappers import as_vector_env
 
 CASES = Cases()
+
+
+@CASES.add("ExportedPolicy", drives="ExportedPolicy")
+def _(d: str) -> Any:
+    """A policy and rows on the device: both are copied to the host, where the file is compared."""
+    torch.manual_seed(0)
+    policy = modules.actor(gym.make_vec("CartPole-v1", num_envs=2), hidden=(8,), recurrent="gru", device=d)
+    is_init = torch.arange(12, device=d).remainder(4).eq(0).unsqueeze(1)
+    rows = TensorDict({"observation": torch.rand(12, 4, device=d), "is_init": is_init}, [12])
+    with tempfile.TemporaryDirectory() as folder:
+        exported = export_policy(policy, f"{folder}/policy.pt2", batch=rows)
+    return exported.inputs, exported.outputs, exported.rows, exported.largest_difference
 
 
 def collected(device: str, env: Any, policy: Any) -> TensorDict:

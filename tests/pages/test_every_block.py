@@ -36,6 +36,8 @@ WITHOUT = {
     ("docs/cheat_sheet.md", "few = rollout("): "compared with the buffers that it fills",
     ("docs/collecting/resuming.md", "frames_per_batch=0"): "refused",
     ("docs/cleanrl.md", "advantage[step] = trace"): "plain torch, for comparison",
+    ("docs/deploy.md", "rows = rollout("): "compared with what the file does with them, two blocks later",
+    ("docs/deploy.md", "class Policy:"): "reads no rows; test_deploy.py runs it in a process of its own",
     ("docs/environments/rules.md", "Forgetful"): "refused",
     ("docs/howto/film_and_log.md", "Image.fromarray"): "Pillow's, not run",
     (

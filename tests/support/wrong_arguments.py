@@ -34,6 +34,7 @@ from torch import nn
 
 from flatroll import (
     buffers,
+    deploy,
     disk,
     estimators,
     export,
@@ -1011,6 +1012,15 @@ def _export() -> Iterator[Case]:
         )
 
 
+def _deploy() -> Iterator[Case]:
+    path = f"{tempfile.mkdtemp()}/policy.pt2"
+    rows = batch()
+    yield Case(
+        "export_policy", deploy.export_policy, lambda: {"policy": policy(), "path": path, "batch": rows}
+    )
+    yield Case("read_record", deploy.read_record, lambda: {"path": path})
+
+
 def _text() -> Iterator[Case]:
     from tiny_text import SENTENCE, make_critic, make_model, score, train_tokenizer
 
@@ -1296,6 +1306,7 @@ ROOMS: dict[str, Callable[[], Iterator[Case]]] = {
     "sharing": _sharing,
     "trees": _trees,
     "export": _export,
+    "deploy": _deploy,
     "text": _text,
     "datasets": _datasets,
     "trainers": _trainers,

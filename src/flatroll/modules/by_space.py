@@ -1111,7 +1111,7 @@ class ImageEntry(nn.Module):
         x = x.reshape(-1, *self.shape)
         if len(self.shape) == 4 or self.last:
             x = x.movedim(-1, 1)
-        x = x.reshape(len(x), -1, *self.sides).to(dtype)
+        x = x.reshape(x.shape[0], -1, *self.sides).to(dtype)
         if self.scaled:
             x = x / 255.0
         out: Tensor = self.layers(x)

@@ -142,7 +142,7 @@ class DeltaNetModule(StatefulModule):
         vectors, gate, step, write = self.inputs[layer](rows).split(self._parts, -1)
         decay = -self.log_rates[layer].exp() * F.softplus(step + self.step_bias[layer])
         return HeadRows(
-            vectors.reshape(len(rows), 3, self.num_heads, self._matrices[1]), decay, write.sigmoid(), gate
+            vectors.reshape(rows.shape[0], 3, self.num_heads, self._matrices[1]), decay, write.sigmoid(), gate
         )
 
     def _leave(self, layer: int, seen: Tensor, gate: Tensor) -> Tensor:

@@ -107,11 +107,11 @@ class FFMModule(LinearRecurrence):
         x, gate, _, _ = torch.split(rows, self._parts, -1)
         kept = (-self.rates[layer].abs()).exp().unsqueeze(1)
         angles = self.frequencies[layer].expand(self.memory_size, -1)
-        factor = torch.polar(kept.expand_as(angles), angles).unsqueeze(0)
+        factor = torch.polar(kept.expand_as(angles).unsqueeze(0), angles.unsqueeze(0))
 
         # autocast may have made it half precision, which complex numbers do not have
         written = (x * gate.sigmoid()).to(self.weight.dtype).unsqueeze(2)
-        return factor, written.to(factor.dtype).expand(-1, -1, self.context_size)
+        return factor, written.to(factor.dtype)
 
     @override
     def output(self, layer: int, rows: Tensor, states: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ class LinearRecurrence(StatefulModule):
         return rows
 
     def terms(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a layer's factors ``a`` (``[N, *S]`` or ``[1, *S]``) and summands ``b`` (``[N, *S]``)."""
+        """Return a layer's factors ``a`` (``[N, *S]`` or ``[1, *S]``), and summands ``b`` that broadcast to these."""
         raise NotImplementedError
 
     def output(self, layer: int, rows: Tensor, states: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class LinearRecurrence(StatefulModule):
     def run_layer(self, layer: int, rows: Tensor, first: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
         """Return a layer's output ``[N, H]`` and states ``[N, *S]`` over whole runs, of what :meth:`enter` returns."""
         a, b = self.terms(layer, rows)
-        now = linear_recurrence(a, b, first, starts)
+        now = linear_recurrence(a, b.expand_as(first), first, starts)
         return self.output(layer, rows, now), now
 
     @override

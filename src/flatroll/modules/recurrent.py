@@ -368,7 +368,9 @@ class LSTMModule(RecurrentModule):
 
     @override
     def step(self, rows: Tensor, states: States) -> tuple[Tensor, States]:
-        wide = len(rows) >= STOCK_ROWS and rows.device.type == "cpu" and not torch.compiler.is_compiling()
+        # len() of traced rows would fix their number in an exported graph
+        traced = torch.compiler.is_compiling()
+        wide = not traced and len(rows) >= STOCK_ROWS and rows.device.type == "cpu"
         if not wide or self.lstm.bidirectional or not isinstance(self.lstm, nn.LSTM):
             return super().step(rows, states)
 

@@ -199,7 +199,7 @@ class TransformerModule(MemoryModule):
         rows = columns[self._input_key]
         cache = columns[cache_key]
         steps = columns[steps_key]
-        self._check_cache(cache, steps, len(rows))
+        self._check_cache(cache, steps, rows.shape[0])
 
         out, after = self._step(rows, cache, steps, is_init)
         columns[self._output_key] = out
@@ -220,6 +220,11 @@ class TransformerModule(MemoryModule):
         """Return the outputs of E rows, the cache with them, and the rows of each episode so far."""
         steps = steps.masked_fill(is_init, 0)
         if self.context is None:
+            if torch.compiler.is_exporting():
+                raise ValueError(
+                    f"{type(self).__name__} must have context= to be exported, got None: its cache would grow "
+                    "with each step"
+                )
             cache = _with_room(cache, int(steps.max()) + 1)
 
         attention = CachedSteps(cache, steps)
@@ -234,7 +239,7 @@ class TransformerModule(MemoryModule):
         if cache is not None and steps is not None:
             cache = cache.reshape(-1, *cache.shape[batch.batch_dims :])
             steps = steps.reshape(-1)
-            self._check_cache(cache, steps, batch.numel())
+            self._check_cache(cache, steps, is_init.shape[0])
             return cache, steps
 
         # checked only where it needs no host sync
@@ -245,7 +250,7 @@ class TransformerModule(MemoryModule):
                 "(Collector does it), or begin with "
                 "batch.update(module.make_tensordict_primer().expand(batch.batch_size))"
             )
-        return self._empty_cache(batch.numel())
+        return self._empty_cache(is_init.shape[0])
 
     def _empty_cache(self, envs: int) -> tuple[Tensor, Tensor]:
         """Return a new cache ``[E, layers, 2, heads, slots, size]`` and the number of rows in it, int64 ``[E]``."""

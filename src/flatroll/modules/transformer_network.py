@@ -85,7 +85,7 @@ class TransformerNetwork(nn.Module):
                 projected = torch.where(without_gradient[:, None], projected.detach(), projected)
             if turns is not None:
                 projected = _turned(projected, turns)
-            heads = projected.view(len(rows), 3, self.num_heads, self.head_size)
+            heads = projected.view(rows.shape[0], 3, self.num_heads, self.head_size)
 
             bias = None
             if self.distances is not None:
@@ -191,7 +191,7 @@ def _turned(projected: Tensor, turns: Tensor) -> Tensor:
 
 def _pairs(projected: Tensor, turns: Tensor) -> Tensor:
     """View queries, keys and values as pairs of features, ``[N, 3, heads, size / 2, 2]``."""
-    return projected.view(len(projected), 3, -1, *turns.shape[-2:])
+    return projected.view(projected.shape[0], 3, -1, *turns.shape[-2:])
 
 
 class _Turn(torch.autograd.Function):

@@ -409,14 +409,15 @@ class CachedSteps:
     episode before are hidden until they are written.
 
     Args:
-        cache: ``[E, layers, 2, heads, P, size]``, keys and values, written in place where no gradient is wanted.
+        cache: ``[E, layers, 2, heads, P, size]``, keys and values, written in place where no gradient is wanted and
+            nothing is exported.
         steps: int64 ``[E]``, rows of the episode before this one.
     """
 
     def __init__(self, cache: Tensor, steps: Tensor) -> None:
         self._cache = cache
         self._steps = steps
-        self._layers: list[Tensor] | None = None  # with a gradient: the slots of each layer
+        self._layers: list[Tensor] | None = None  # where nothing is written in place: the slots of each layer
 
     @property
     def cache(self) -> Tensor:
@@ -456,7 +457,9 @@ class CachedSteps:
         slots = self._cache[:, layer]
         slot = self._steps % slots.shape[3]
         slot = slot[:, None, None, None, None].expand_as(row)
-        if not torch.is_grad_enabled() or not (row.requires_grad or slots.requires_grad):
+        wants_gradient = torch.is_grad_enabled() and (row.requires_grad or slots.requires_grad)
+        # an exported graph leaves its inputs alone
+        if not wants_gradient and not torch.compiler.is_exporting():
             return slots.scatter_(3, slot, row)
 
         if self._layers is None:
