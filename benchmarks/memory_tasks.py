@@ -134,8 +134,8 @@ def picture(runs: Runs) -> Any:
     figure = optional_package("matplotlib.figure", "plot", "the curves").Figure(
         (8, 6.4), layout="constrained"
     )
-    for place, task in enumerate(TASKS, 1):
-        axes = figure.add_subplot(2, 2, place)
+    panels = [figure.add_subplot(2, 2, place) for place in range(1, len(TASKS) + 1)]
+    for axes, task in zip(panels, TASKS, strict=True):
         for (memory, name), colour in zip(MEMORIES.items(), COLOURS, strict=True):
             if (memory, task) not in runs:
                 continue
@@ -145,7 +145,7 @@ def picture(runs: Runs) -> Any:
         axes.set_title(task.title, loc="left", fontsize=13)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=12)
-    handles, labels = axes.get_legend_handles_labels()
+    handles, labels = panels[-1].get_legend_handles_labels()
     last = figure.add_subplot(2, 2, 4)
     last.axis("off")
     last.legend(handles, labels, frameon=False, fontsize=13, loc="center")

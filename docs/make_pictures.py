@@ -144,7 +144,7 @@ def draw_recall(out: Path, seeds: range = range(1, 4)) -> Figure:
     axes.set_title("Name at step 100 what was shown at step 0", loc="left", fontsize=13)
     axes.tick_params(labelsize=12)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=12, loc="center left", bbox_to_anchor=(0, 0.62))
+    axes.legend(frameon=False, fontsize=12, loc="center right", bbox_to_anchor=(1, 0.5))
     return figure
 
 

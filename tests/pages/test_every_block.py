@@ -24,6 +24,7 @@ WITHOUT = {
     ("docs/agents.md", "rows = agents_of(batch)"): "compared with the team's sums, a block later",
     ("docs/howto/own_transform.md", "class Bytes(Transform):"): "compared a block later",
     ("docs/text.md", "loader = get_dataloader("): "not run: needs a tokenizer",
+    ("docs/text.md", "table = Sequences()"): "the page prints what it stores",
     ("docs/text/turns.md", '"num_answers": 8'): "compared with the texts of tools, a block later",
     ("docs/text/turns.md", "branches = [["): "the page prints each action of three texts written by hand",
     ("docs/tour.md", "print(describe(batch))"): "compared a block later",
