@@ -122,7 +122,10 @@ def on_post_build(config: MkDocsConfig) -> None:
 
     Beside the versions a page leads to the newest.
     """
-    if missing := set((ROOT / "tests" / "public_names.txt").read_text().split()) - documented:
+    public = (ROOT / "tests" / "public_names.txt").read_text().split()
+    # A name of the package itself is documented with its room.
+    of_rooms = {name for name in public if name.count(".") > 1}
+    if missing := of_rooms - documented:
         raise PluginError(f"the API pages lack {', '.join(sorted(missing))}")
     folder = Path(config.site_dir).parent
     built = sorted((path.parent.name for path in folder.glob("*/index.html")), key=numbers, reverse=True)
