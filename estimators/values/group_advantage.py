@@ -107,6 +107,9 @@ class GroupAdvantage(TensorDictModuleBase):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the advantages; return the batch."""
         reward = require(tensordict, self.reward_key)
+        if not reward.numel():
+            return tensordict.set(self.advantage_key, torch.zeros_like(reward))
+
         if not reward.is_floating_point():
             raise TypeError(f"batch[{self.reward_key!r}] must be floating, got {reward.dtype}: cast it")
         flat_reward = flat_column(reward, tensordict, self.reward_key).reshape(-1)

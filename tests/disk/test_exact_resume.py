@@ -12,12 +12,15 @@ import gymnasium as gym
 import pytest
 import torch
 from forms import is_long
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
 from flatroll.disk import Checkpoint
 from flatroll.estimators import DQNLoss, SoftUpdate, update_step
-from flatroll.modules import q_network, set_epsilon, update_norms
+from flatroll.modules import TensorDictPrimer, q_network, set_epsilon, update_norms
 from flatroll.rollouts import Collector, MultiCollector
+from flatroll.wrappers.testing import Script, ScriptedTorchEnv
 
 UPDATES = 6
 
@@ -91,7 +94,7 @@ def test_without_exact_the_episodes_differ(tmp_path: Path) -> None:
     """The env of the run that goes on is in the middle of an episode."""
     whole, piece = (Run(tmp_path / name) for name in ("whole", "pieces"))
     for run in (whole, piece):
-        run.checkpoint._restarting = None
+        run.checkpoint._restarting = []
     whole.go_on()
     piece.go_on(2)
     piece.go_on()
@@ -104,11 +107,67 @@ def test_what_cannot_be_exact_is_refused(tmp_path: Path) -> None:
     env = gym.make_vec("CartPole-v1", num_envs=2)
     with pytest.raises(TypeError, match=r"exact=True needs collector=, a Collector .*, got NoneType"):
         Checkpoint(tmp_path, policy=torch.nn.Linear(1, 1), exact=True)
-    with pytest.raises(ValueError, match="needs a collector with a seed"):
+    with pytest.raises(ValueError, match="needs a seed of collector"):
         Checkpoint(tmp_path, collector=Collector(env, frames_per_batch=8), exact=True)
     with pytest.raises(ValueError, match="needs the random generators: leave rng=False out"):
         Checkpoint(tmp_path, collector=Collector(env, frames_per_batch=8, seed=0), exact=True, rng=False)
     assert not hasattr(MultiCollector, "restart")
+
+    unseeded = ScriptedTorchEnv(Script(4))  # its reset takes no seed
+    unseeded.reset = lambda: ScriptedTorchEnv.reset(unseeded)  # type: ignore[method-assign]
+    other = Collector(unseeded, frames_per_batch=8, seed=0)
+    with pytest.raises(ValueError, match="needs a seed of other"):
+        Checkpoint(tmp_path, collector=Collector(env, frames_per_batch=8, seed=0), other=other, exact=True)
+
+
+def test_each_collector_and_each_seed_goes_on(tmp_path: Path) -> None:
+    def collectors(seed: int) -> tuple[Collector, Collector]:
+        envs = (gym.make_vec("CartPole-v1", num_envs=2) for _ in range(2))
+        one, other = (Collector(env, frames_per_batch=8, seed=seed) for env in envs)
+        return one, other
+
+    one, other = collectors(0)
+    checkpoint = Checkpoint(tmp_path, collector=one, second=other, exact=True)
+    next(one), next(other)
+    other.set_seed(7)
+    next(other)
+    checkpoint.save()
+
+    loaded = collectors(3)
+    Checkpoint(tmp_path, collector=loaded[0], second=loaded[1], exact=True).load()
+    for goes_on, again in zip((one, other), loaded, strict=True):
+        assert (next(goes_on) == next(again)).all()
+
+
+class Noise(TensorDictModuleBase):
+    """Acts by a hidden number that goes on over episodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_keys = ["observation", "_n"]
+        self.out_keys = ["action", ("next", "_n")]
+
+    def make_tensordict_primer(self) -> TensorDictPrimer:
+        return TensorDictPrimer({"_n": torch.zeros(1)})
+
+    def forward(self, rows: TensorDictBase) -> TensorDictBase:
+        after = rows["_n"] + 1
+        rows["action"] = (after.squeeze(-1) % 3 == 0).long()
+        rows["next", "_n"] = after
+        return rows
+
+
+def test_what_a_policy_carries_begins_anew(tmp_path: Path) -> None:
+    def make() -> Collector:
+        return Collector(gym.make_vec("CartPole-v1", num_envs=2), Noise(), frames_per_batch=10, seed=0)
+
+    one = make()
+    checkpoint = Checkpoint(tmp_path, collector=one, exact=True)
+    next(one)
+    checkpoint.save()
+    loaded = make()
+    Checkpoint(tmp_path, collector=loaded, exact=True).load()
+    assert torch.equal(next(one)["action"], next(loaded)["action"])
 
 
 def test_killed_at_random_moments(tmp_path: Path) -> None:

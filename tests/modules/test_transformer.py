@@ -3,6 +3,7 @@
 import itertools
 import math
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from forms import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
+from torch import Tensor
 
 from flatroll.layout import run_starts
-from flatroll.modules import BurnIn, TransformerModule, set_recurrent_mode
+from flatroll.modules import BurnIn, FFMModule, LRUModule, TransformerModule, set_recurrent_mode
 
 IN, WIDTH, HEADS = 3, 8, 2
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 0.2}
@@ -602,3 +604,50 @@ def test_windows_that_do_not_follow_one_another():
     with module.begin_from(None) as unfilled:
         flat(module, batch[:4].exclude("next"))  # nobody knows whether its run goes on
     assert unfilled == {}
+
+
+@pytest.mark.parametrize("position", ["rotary", "learned", None])
+def test_a_traced_step_is_the_step(position: Any) -> None:
+    """`torch.jit.trace` sees no loop of numbers, whose results it would keep."""
+    net = TransformerModule(3, 8, context=4, position=position, in_key="observation", out_key="features")
+
+    class Step(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, *columns: Tensor) -> Tensor:
+            keys = ("observation", "_cache", "_cache_steps", "is_init")
+            rows = TensorDict(dict(zip(keys, columns, strict=True)), [2])
+            out: Tensor = self.net(rows)["features"]
+            return out
+
+    empty = net.make_tensordict_primer().expand(2)
+    rest = (empty["_cache"].clone(), empty["_cache_steps"], torch.ones(2, 1, dtype=torch.bool))
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the trace: shapes become constants
+        traced = torch.jit.trace(Step(), (torch.randn(2, 3), *rest), check_trace=False)  # type: ignore[no-untyped-call]
+        other = torch.randn(2, 3)
+        torch.testing.assert_close(traced(other, *rest), Step()(other, *[x.clone() for x in rest]))
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_nan_ends_with_its_episode(gradient: bool) -> None:
+    """It stays in the cache, in a slot that the next episode does not see."""
+    net = TransformerModule(3, 8, context=4, in_key="observation", out_key="features")
+    first = torch.tensor([[True]])
+    with torch.set_grad_enabled(gradient):
+        rows = net.make_tensordict_primer().expand(1).clone()
+        step = net(rows.update({"observation": torch.full((1, 3), torch.nan), "is_init": first}))
+        assert step["features"].isnan().all()
+        kept = {key: step["next", key] for key in ("_cache", "_cache_steps")}
+        after = net(TensorDict({**kept, "observation": torch.randn(1, 3), "is_init": first}, [1]))
+    assert after["features"].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", [LRUModule, FFMModule])
+def test_memories_of_complex_numbers_are_float32_or_float64(kind: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"dtype must be None, torch\.float32 or torch\.float64, got torch\.bfloat16"
+    ):
+        kind(3, 8, dtype=torch.bfloat16, in_key="observation", out_key="features")

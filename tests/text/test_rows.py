@@ -2,7 +2,9 @@
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -460,8 +462,14 @@ def test_later_branches_find_the_earlier_ones() -> None:
 def test_merged_rows_mean_what_they_meant(seed: int) -> None:
     """Compared with a search for the first text that begins so."""
     texts = random_texts(seed, count=30, vocabulary=4)
+    ends = ([torch.tensor([end])] * 30 for end in (9, True, 0.0, 0.0))  # a token of its own ends each
+    columns = [
+        [torch.cat(both) for both in zip(column, end, strict=True)]
+        for column, end in zip(texts[:4], ends, strict=True)
+    ]
+    texts = Texts(*columns, texts.truncated)  # type: ignore[arg-type]
     table = Sequences()
-    batch = rows_of_texts(table, *texts[:4])
+    batch = rows_of_texts(table, *columns)  # type: ignore[arg-type]
     merged = merge_prefixes(batch, table)
     for key in ("observation", ("next", "observation")):
         for (number, length), (first, same) in zip(batch[key].tolist(), merged[key].tolist(), strict=True):
@@ -486,3 +494,92 @@ def test_merged_rows_must_be_of_the_table() -> None:
     with pytest.raises(KeyError, match="sequence 0 is not in the table"):
         merge_prefixes(batch, table)
     assert (merge_prefixes(batch[-1:], table) == batch[-1:]).all()
+
+
+def test_a_text_that_ends_where_another_goes_on_is_refused() -> None:
+    """Their common row would be the end of one and the middle of the other, with one reward."""
+    table = Sequences()
+    own = [[False, True, True], [False, True, True, True]]
+    batch = rows_of_texts(table, [[1, 5, 6], [1, 5, 6, 7]], own, None, [1.0, 0.0])
+    with pytest.raises(ValueError, match="text 0 ends where another one goes on"):
+        merge_prefixes(batch, table)
+    assert len(merge_prefixes(batch[2:], table)) == 3  # the longer one alone
+
+
+def test_only_the_last_row_of_a_path_is_done() -> None:
+    """The first text of a row decides its flags, but a path goes on behind it."""
+    table = Sequences()
+    forest = MCTSForest()
+    first = None
+    for text, score in (([1, 5, 6], 1.0), ([1, 5, 6, 7], 0.0)):
+        rows = rows_of_texts(table, [text], [[False] + [True] * (len(text) - 1)], None, [score])
+        rows["observation"][:, 0] = rows["next", "observation"][:, 0] = 0  # as if merged one by one
+        first = rows[0] if first is None else first
+        forest.extend(rows)
+    assert first is not None
+    [path] = [path for path in paths_of(forest.get_tree(first)) if len(path) == 3]
+    assert path["next", "done"].flatten().tolist() == [False, False, True]
+    assert audit(path) == []
+
+
+def test_rewards_are_summed_in_float32_at_least_and_may_be_a_column() -> None:
+    own = [[False, True, *[False] * 300]]
+    rewards = [torch.cat([torch.zeros(1), torch.full((301,), 0.01)]).bfloat16()]
+    batch = rows_of_texts(Sequences(), [[1] * 302], own, None, rewards)
+    assert batch["next", "reward"].dtype is torch.float32
+    assert float(batch["next", "reward"]) == pytest.approx(301 * float(rewards[0][1]), rel=1e-5)
+    scores = torch.tensor([[2.0]])  # as reward models return them
+    assert float(rows_of_texts(Sequences(), [[1, 2]], [[False, True]], None, scores)["next", "reward"]) == 2.0
+    with pytest.raises(ValueError, match="log_probs of the policy's tokens must be finite, got nan"):
+        rows_of_texts(Sequences(), [[1, 2]], [[False, True]], [[0.0, float("nan")]], scores)
+
+
+def test_prompts_of_another_class_are_repeated(make_rollout: Make, prompts: PromptData) -> None:
+    """Whatever has the attributes of `PromptData`."""
+    other: Any = SimpleNamespace(
+        input_ids=prompts.input_ids,
+        attention_mask=prompts.attention_mask,
+        prompt_rindex=prompts.prompt_rindex,
+    )
+    rollout = make_rollout(num_answers=2)
+    texts, _, _ = rollout.generate(other)
+    assert len(texts) == 2 * len(prompts.input_ids)
+    lengths = prompts.prompt_rindex + 1
+    for k in range(2):
+        for text, prompt, length in zip(texts[k::2], prompts.input_ids, lengths.tolist(), strict=True):
+            assert torch.equal(text[:length], prompt[:length])
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_groups_of_several_rollouts_differ(make_rollout: Make, prompts: PromptData, flat: bool) -> None:
+    rollout = make_rollout(num_answers=2, flat=flat)
+    first, second = (rollout.rollout_from_data(prompts)["group"].flatten() for _ in range(2))
+    assert not set(first.tolist()) & set(second.tolist())
+
+
+def test_labels_are_passed_where_there_are_some(make_rollout: Make, prompts: PromptData) -> None:
+    seen: list[Any] = []
+
+    def reward(input_ids: Tensor, attention_mask: Tensor, prompt_labels: Any = None) -> Any:
+        seen.append(prompt_labels)
+        return None, torch.zeros(len(input_ids))
+
+    without = PromptData(
+        prompts.input_ids,
+        prompts.attention_mask,
+        prompts.prompt_rindex,
+        batch_size=[len(prompts.input_ids)],
+    )
+    make_rollout(reward_model=reward).rollout_from_data(without)
+    make_rollout(reward_model=partial(reward, prompt_labels="mine")).rollout_from_data(prompts)
+    assert seen == [None, None, "mine", "mine"]
+
+
+def test_prompts_of_bytes_are_told_apart_and_negative_tokens_refused() -> None:
+    table = Sequences()
+    tokens = torch.tensor([5, 1, 5, 255, 2], dtype=torch.uint8)
+    table.add(tokens, torch.tensor([2, 3], dtype=torch.int32), torch.tensor([1, 2], dtype=torch.int32))
+    assert table[0].tolist() == [5, 1] and table[1].tolist() == [5, 255, 2]
+    assert table[1].dtype is torch.int64
+    with pytest.raises(ValueError, match="tokens must not be negative, got -100: leave padding out"):
+        table.add(torch.tensor([5, -100]), torch.tensor([2]))

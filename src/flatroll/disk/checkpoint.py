@@ -102,8 +102,9 @@ class Checkpoint:
         keep: number of versions kept in the folder, default 2.
         sync: flush to disk before `save` returns, safe from a power loss, default True.
         overwrite: start over in a folder with a version that was not loaded, default False.
-        exact: call ``collector.restart()`` after each save. It needs a `Collector` with a seed, and an env whose
-            episodes follow from the seed of its reset; open trajectories are cut at each save. Default False.
+        exact: call ``restart()`` of each `Collector` after each save. It needs their seeds, and envs whose episodes
+            follow from the seed of their reset alone: not statistics that a wrapper gathers, and no generators of
+            processes of their own. Open trajectories are cut at each save. Default False.
         others: further parts by name, such as ``critic=critic`` or ``scheduler=scheduler``.
 
     Raises:
@@ -162,9 +163,9 @@ class Checkpoint:
             if not isinstance(part, Stateful):
                 raise TypeError(f"{name} has no state_dict and load_state_dict: {type(part).__name__}")
 
-        self._restarting: Restarts | None = None
+        self._restarting: list[Restarts] = []
         if exact:
-            self._restarting = _check_exact(collector, rng)
+            self._restarting = _find_collectors(self._parts, rng)
 
     def versions(self) -> list[int]:
         """Return the numbers of the versions in the folder, the newest first; empty if there is none to load."""
@@ -202,8 +203,8 @@ class Checkpoint:
         generators = _generators() if self._rng else None
         others = {"parts": parts, "rng": generators, "extra": extra}
         number = self._publish(others)
-        if self._restarting is not None:
-            self._restarting.restart()
+        for collector in self._restarting:
+            collector.restart()
         return number
 
     def _publish(self, others: Others) -> int:
@@ -333,21 +334,25 @@ class Checkpoint:
             raise
 
 
-def _check_exact(collector: object, rng: bool) -> Restarts:
-    """Return the collector; TypeError or ValueError if a loaded run could not equal one that goes on."""
+def _find_collectors(parts: Mapping[str, Stateful], rng: bool) -> list[Restarts]:
+    """Return the collectors; TypeError or ValueError if a loaded run could not equal one that goes on."""
+    collector = parts.get("collector")
     if not isinstance(collector, Restarts):
         raise TypeError(
             "exact=True needs collector=, a Collector that steps its env in this process, got "
             f"{type(collector).__name__}: leave exact out"
         )
-    if not collector.seeded:
-        raise ValueError(
-            "exact=True needs a collector with a seed, from which the episodes after a save follow: pass "
-            "Collector(..., seed=...)"
-        )
+
+    collectors = {name: part for name, part in parts.items() if isinstance(part, Restarts)}
+    for name, part in collectors.items():
+        if not part.seeded:
+            raise ValueError(
+                f"exact=True needs a seed of {name}, from which the episodes after a save follow: pass "
+                "Collector(..., seed=...), with an env whose reset takes a seed (an envpool has its own)"
+            )
     if not rng:
         raise ValueError("exact=True needs the random generators: leave rng=False out")
-    return collector
+    return list(collectors.values())
 
 
 def _check_trained(parts: Mapping[str, Stateful], states: Mapping[str, Any]) -> None:

@@ -499,8 +499,9 @@ def zeroed(column: Tensor, flag: Tensor) -> Tensor:
 
 
 def is_tracing() -> bool:
-    """Return whether tensor values cannot be read: in ``torch.compile``, or in a ``torch.func`` transform."""
-    if torch.compiler.is_compiling():
+    """Return whether tensor values cannot be read: in ``torch.compile``, ``torch.jit.trace`` or a ``torch.func``
+    transform."""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return True
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
-from flatroll.layout.checks import check_whole_number
+from flatroll.layout.checks import check_choice, check_whole_number
 from flatroll.modules.linear import LinearRecurrence
 from flatroll.modules.networks import check_sizes
 from flatroll.modules.stateful import StatefulOptions
@@ -41,7 +41,7 @@ class FFMModule(LinearRecurrence):
         device, dtype: of the weights; float32 or float64.
 
     Raises:
-        ValueError: as for :class:`MinGRUModule`.
+        ValueError: as for :class:`MinGRUModule`, another dtype.
 
     Reference: Morad et al. 2023, Reinforcement learning with fast and forgetful memory,
     https://arxiv.org/abs/2310.04128.
@@ -68,6 +68,7 @@ class FFMModule(LinearRecurrence):
         **options: Unpack[StatefulOptions],
     ) -> None:
         check_sizes(input_size, hidden_size, num_layers, device=device, dtype=dtype)
+        check_choice("dtype", dtype, (None, torch.float32, torch.float64))  # of the parts of complex numbers
         self.memory_size = check_whole_number("memory_size", memory_size)
         self.context_size = check_whole_number("context_size", context_size)
         check_whole_number("max_period", max_period)

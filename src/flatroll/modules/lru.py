@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from flatroll.layout.checks import check_number
+from flatroll.layout.checks import check_choice, check_number
 from flatroll.modules.linear import LinearRecurrence, check_fractions
 from flatroll.modules.networks import check_sizes
 from flatroll.modules.stateful import StatefulOptions
@@ -36,7 +36,7 @@ class LRUModule(LinearRecurrence):
         device, dtype: of the weights; float32 or float64.
 
     Raises:
-        ValueError: as for :class:`MinGRUModule`, or a ring or an angle out of bounds.
+        ValueError: as for :class:`MinGRUModule`, another dtype, or a ring or an angle out of bounds.
 
     Reference: Orvieto et al. 2023, Resurrecting recurrent neural networks for long sequences,
     https://arxiv.org/abs/2303.06349.
@@ -62,6 +62,7 @@ class LRUModule(LinearRecurrence):
         **options: Unpack[StatefulOptions],
     ) -> None:
         check_sizes(input_size, hidden_size, num_layers, device=device, dtype=dtype)
+        check_choice("dtype", dtype, (None, torch.float32, torch.float64))  # of the parts of complex numbers
         check_fractions("ring", ring)
         check_number("max_phase", max_phase, above=0, most=math.tau)
         super().__init__(input_size, hidden_size, num_layers, dropout, complex_numbers=True, **options)

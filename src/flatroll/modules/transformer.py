@@ -225,7 +225,8 @@ class TransformerModule(MemoryModule):
                     f"{type(self).__name__} must have context= to be exported, got None: its cache would grow "
                     "with each step"
                 )
-            cache = _with_room(cache, int(steps.max()) + 1)
+            longest = int(steps.max()) if len(steps) else 0
+            cache = _with_room(cache, longest + 1)
 
         attention = CachedSteps(cache, steps)
         out = self.network(rows, steps, attention)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from flatroll.kernels.scan import is_tracing
+from flatroll.layout.transfers import upload
 from flatroll.modules.backends.attention import Attention
 
 #: The wavelengths of rotary positions grow to this number.
@@ -45,8 +46,8 @@ class TransformerNetwork(nn.Module):
         self.rotary = position == "rotary"
 
         self.embed = nn.Linear(input_size, embed_size, **place)
-        # no buffer: a cast of the weights would round it
-        self._angles = _angles_of_a_row(self.head_size, self.embed.weight.device)
+        # No buffer, since a cast of the weights would round it; on the host, so that pickles need no device.
+        self._angles = _angles_of_a_row(self.head_size)
         hidden = max(1, round(mlp_ratio * embed_size))
         self.blocks = nn.ModuleList(
             _Block(embed_size, hidden, gate is not None, dropout, place) for _ in range(num_layers)
@@ -102,9 +103,7 @@ class TransformerNetwork(nn.Module):
 
         In float32 the angle of one of a million steps would be off by several degrees.
         """
-        if self._angles.device != positions.device:  # the weights were moved
-            self._angles = _angles_of_a_row(self.head_size, positions.device)
-        angles = positions[:, None, None, None] * self._angles
+        angles = positions[:, None, None, None] * upload(self._angles, positions.device)
         return torch.stack([angles.cos(), angles.sin()], -1)
 
 
@@ -170,9 +169,9 @@ def _merged(gate: _Gate | None, stream: Tensor, new: Tensor) -> Tensor:
     return merged
 
 
-def _angles_of_a_row(size: int, device: torch.device) -> Tensor:
+def _angles_of_a_row(size: int) -> Tensor:
     """Return by how much each pair of a head's features turns from a row to the next, float64 ``[size / 2]``."""
-    exponents = torch.arange(0, size, 2, device=device, dtype=torch.float64) / size
+    exponents = torch.arange(0, size, 2, device="cpu", dtype=torch.float64) / size
     return torch.exp(exponents * -math.log(_BASE))
 
 

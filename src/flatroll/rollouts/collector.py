@@ -322,8 +322,11 @@ class Collector(Facts):
 
     @property
     def seeded(self) -> bool:
-        """Whether it seeds its env."""
-        return self._seed is not None
+        """Whether a seed is given, and the env is one whose resets take it."""
+        streams = map(find_stream, self._runner.envs)
+        return self._seed is not None and any(
+            stream is not None and stream.capabilities.seedable for stream in streams
+        )
 
     def restart(self) -> None:
         """Begin new episodes at the next batch, as a collector does that has loaded this one's `state_dict`.
@@ -416,6 +419,8 @@ class Collector(Facts):
         ids = [marker.state_dict() for marker in self._id_markers()]
         return {
             "frames": self._frames,
+            "seed": self._seed,
+            "seeded_at": self._seeded_at,
             "traj_ids": max(ids, key=lambda state: state["episode"]) if ids else None,
             "random": self._runner.random.state_dict(),
             "policy": self.policy.state_dict() if isinstance(self.policy, nn.Module) else None,
@@ -431,6 +436,9 @@ class Collector(Facts):
         """
         runner = self._runner
         self._frames = state["frames"]
+        if "seed" in state:  # older states have none
+            self._seed = state["seed"]
+            self._seeded_at = state["seeded_at"]
         if state["traj_ids"] is not None:
             for marker in self._id_markers():
                 marker.load_state_dict(state["traj_ids"])
@@ -540,8 +548,7 @@ class Collector(Facts):
             return seed
 
         # Unseeded envs have different episodes anyway.
-        streams = map(find_stream, self._runner.envs)
-        if not any(stream is not None and stream.capabilities.seedable for stream in streams):
+        if not self.seeded:
             return None
         return int(np.random.SeedSequence((seed, self._frames)).generate_state(1)[0] >> 1)
 

@@ -147,6 +147,7 @@ class Runner:
         self._defaults: Columns = {}
         #: What the policy carries to the next step besides, ``[E, ...]``: no columns, and reset by the policy.
         self.carried: Columns = {}
+        self._hidden: Columns = {}  # their first values, of one env
         # The masks in the policy's input: key -> number of options of each choice of its part of the action space.
         self._masks: dict[NestedKey, tuple[int, ...]] = {}
         if is_module(policy):
@@ -245,6 +246,11 @@ class Runner:
         for key, value in defaults.items():
             # One row per env: [*S] -> [E, *S].
             self.states[key] = self._defaults[key] = value.expand(self.num_envs, *value.shape).contiguous()
+        self._hidden |= hidden
+        self._carry_anew(hidden)
+
+    def _carry_anew(self, hidden: Columns) -> None:
+        """Carry the first values of hidden states, ``[*S]`` each."""
         for key, value in hidden.items():
             # A copy, because the policy may write in place.
             self.carried[key] = value.repeat(self.num_envs, *[1] * value.ndim)
@@ -302,6 +308,7 @@ class Runner:
         """Discard the recorded transitions; the next step needs a reset first."""
         self.window.clear()  # with its columns: an interrupt may have left them partly grown
         self._infos.clear()
+        self._carry_anew(self._hidden)  # as in a new runner
         self.started = False
         self._sent = None
 

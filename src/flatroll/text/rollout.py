@@ -2,6 +2,7 @@
 
 import inspect
 from collections import deque
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -145,6 +146,7 @@ class RolloutFromModel:
 
         self.generator = generator
         self.sequences = Sequences(check_writer_number(writer) << ID_BITS)
+        self._answers = self.sequences.numbers.start  # number of the next answer, for its group
         self._kls: deque[float] = deque(maxlen=num_steps)
         self._steps: CachedSteps | None = None
         self._passes: dict[str, Passes] = {}
@@ -280,8 +282,9 @@ class RolloutFromModel:
         rewards = {"reward": raw + reward_kl, "reward_raw": raw, "reward_kl": reward_kl}
         rewards = {name: column.unsqueeze(1) for name, column in rewards.items()}
         truncated = ~(ends & real).any(1)
-        # The K answers to a prompt have the number of the first one, which is new in each rollout.
-        group = self.sequences.numbers.stop + prompt * self.num_answers
+        # The K answers to a prompt have the number of the first one among all answers of this object.
+        group = self._answers + prompt * self.num_answers
+        self._answers += len(prompt)
 
         device = generated.device
         if self.flat:
@@ -340,8 +343,8 @@ class RolloutFromModel:
 
     def _repeated(self, batch: PromptData) -> PromptData:
         """Each prompt ``num_answers`` times, one after the other."""
-        if self.num_answers == 1 or not isinstance(batch, PromptData):
-            return batch
+        if self.num_answers == 1 or not hasattr(batch, "prompt_rindex"):
+            return batch  # without prompts, which `_prompt_lengths` refuses
         columns = [
             column.repeat_interleave(self.num_answers, 0)
             for column in (batch.input_ids, batch.attention_mask, batch.prompt_rindex)
@@ -385,16 +388,25 @@ class RolloutFromModel:
         except (TypeError, ValueError):  # some callables that are not written in Python have none
             return {}
 
+        given: set[str] = set()
+        if isinstance(function, partial):
+            given = {*function.keywords}
+
         found = {}
         for name in _OF_PROMPTS:
-            if name not in accepted:
+            if name not in accepted or name in given:
                 continue
             if name == "prompt_numbers":
                 found[name] = prompt
                 continue
-            column = batch.labels
             if name == "prompt_lengths":
-                column = batch.prompt_rindex + 1
+                found[name] = (batch.prompt_rindex + 1).index_select(0, prompt)
+                continue
+
+            column = getattr(batch, "labels", None)
+            has_default = accepted[name].default is not inspect.Parameter.empty
+            if column is None and has_default:
+                continue
             if column is None:
                 raise ValueError(
                     "reward_model asks for prompt_labels, but the batch of prompts has no labels: pass labels= to "

@@ -16,6 +16,7 @@ from flatroll.layout.checks import (
     check_rows,
     check_type,
 )
+from flatroll.layout.keys import DONE, marker
 from flatroll.text.sequences import Sequences
 
 #: One tensor or list ``[L]`` for each text, or a padded tensor ``[K, L]``.
@@ -89,6 +90,8 @@ def rows_of_texts(
         flat_log_probs = _floating("log_probs", _like_tokens("log_probs", log_probs, tokens, lengths))
 
     places = _find_rows(flat_own, lengths)
+    if flat_log_probs is not None:
+        _check_finite("log_probs of the policy's tokens", flat_log_probs.index_select(0, places.token))
     reward = _row_rewards(rewards, tokens, lengths, places)
     cut = _per_text("truncated", truncated, lengths, torch.bool)
     group = _per_text("groups", groups, lengths, torch.int64)
@@ -194,6 +197,9 @@ def _row_rewards(rewards: Any, tokens: PerToken, lengths: Tensor, places: _Place
     if not isinstance(rewards, Tensor) and not _is_list_of_texts(rewards):
         rewards = _as_column("rewards", rewards, lengths.device)
 
+    if isinstance(rewards, Tensor) and rewards.shape == (len(lengths), 1):  # as reward models return scores
+        rewards = rewards.squeeze(1)
+
     if isinstance(rewards, Tensor) and rewards.ndim <= 1:
         scores = _floating("rewards", check_dense_tensor("rewards", rewards, lengths.device))
         if scores.shape != lengths.shape:
@@ -201,11 +207,11 @@ def _row_rewards(rewards: Any, tokens: PerToken, lengths: Tensor, places: _Place
                 f"rewards must have one number for each of the {len(lengths)} texts, or one for each token, got shape "
                 f"{tuple(scores.shape)}"
             )
-        _check_finite(scores)
+        _check_finite("rewards", scores)
         return torch.where(places.last, scores.index_select(0, places.text), 0.0)
 
     each = _floating("rewards", _like_tokens("rewards", rewards, tokens, lengths))
-    _check_finite(each)
+    _check_finite("rewards", each)
     row = places.row_of_token
     # Of the tokens before the first row of their text, the row before is one of another text.
     before = (row < 0) | (places.text[row.clamp(min=0)] != places.text_of_token)
@@ -218,9 +224,9 @@ def _row_rewards(rewards: Any, tokens: PerToken, lengths: Tensor, places: _Place
     return each.new_zeros(len(places.token)).index_add_(0, row.clamp(min=0), each.masked_fill(before, 0.0))
 
 
-def _check_finite(rewards: Tensor) -> None:
-    if not bool(rewards.isfinite().all()):
-        raise ValueError(f"rewards must be finite, got {float(rewards[~rewards.isfinite()][0])}")
+def _check_finite(name: str, column: Tensor) -> None:
+    if not bool(column.isfinite().all()):
+        raise ValueError(f"{name} must be finite, got {float(column[~column.isfinite()][0])}")
 
 
 def _flat_tokens(tokens: Any, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -341,11 +347,12 @@ def _integers(name: str, column: Tensor) -> Tensor:
 
 
 def _floating(name: str, column: Tensor) -> Tensor:
+    """Numbers in float32, or in float64 as they came: sums of many in less would be far off."""
     if column.dtype is torch.bool:
         raise TypeError(f"{name} must be numbers, got {column.dtype}")
-    if not column.is_floating_point():
-        return column.to(torch.float32)
-    return column
+    if column.dtype is torch.float64:
+        return column
+    return column.to(torch.float32)
 
 
 def _per_text(name: str, values: Any, lengths: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -382,7 +389,8 @@ def merge_prefixes(
 
     Raises:
         KeyError: the batch has no observation, or a text was forgotten.
-        ValueError: observations that are no pairs of number and length, or a length beyond the end of its text.
+        ValueError: observations that are no pairs of number and length, or a length beyond the end of its text; a text
+            that ends where another one goes on, as one row cannot be the end of one and the middle of the other.
 
     >>> table = Sequences()
     >>> own = [[False, True, True], [False, True, True]]
@@ -403,6 +411,8 @@ def merge_prefixes(
         after: Any = batch.get(NEXT)
         merged.set(NEXT, after.copy())
         merged.set(key, first.of(following, key))
+        if batch.get(DONE, None) is not None:
+            first.check_ends(following[marker(batch, DONE).reshape(batch.batch_size)])
     return merged
 
 
@@ -429,6 +439,24 @@ class _FirstTexts:
         smallest = torch.full((count, longest), len(numbers), device=padded.device)
         places = torch.arange(len(numbers), device=padded.device).unsqueeze(1).expand(-1, longest)
         self.smallest = smallest.scatter_reduce_(0, self.classes[self.place], places, "amin")
+
+        # The length of the longest one.
+        reached = self.lengths.unsqueeze(1).expand(-1, longest)
+        self.longest = torch.zeros_like(smallest).scatter_reduce_(
+            0, self.classes[self.place], reached, "amax"
+        )
+
+    def check_ends(self, ended: Tensor) -> None:
+        """Raise ValueError if another text goes on where one ends; ``ended`` are the last observations, ``[n, 2]``."""
+        number, length = ended.to(self.lengths.device).unbind(-1)
+        depth = (length - 1).clamp(min=0)
+        classes = self.classes[self.place[number - self.sequences.numbers.start], depth]
+        goes_on = self.longest[classes, depth] > length
+        if bool(goes_on.any()):
+            raise ValueError(
+                f"text {int(number[goes_on][0])} ends where another one goes on: their common row would be an end and "
+                "none. Leave one of them out, or let texts end with a token of their own"
+            )
 
     def of(self, observation: Tensor, key: NestedKey) -> Tensor:
         """Pairs ``[*B, 2]`` of number and length that refer to the first such text."""

@@ -78,7 +78,8 @@ class Sequences:
                 `TextModule` runs them once. Default: None, nothing is shared.
 
         Raises:
-            ValueError: lengths do not fit the tokens, or a prompt has no token or more than its sequence.
+            ValueError: lengths do not fit the tokens, a token is negative, or a prompt has no token or more than its
+                sequence.
 
         >>> table = Sequences()
         >>> texts = torch.tensor([5, 6, 7, 1, 5, 6, 7, 2])  # two answers to the prompt 5, 6, 7
@@ -87,8 +88,11 @@ class Sequences:
         >>> table[1], table.state_dict()["tokens"]
         (tensor([5, 6, 7, 2]), tensor([5, 6, 7, 1, 2]))
         """
-        _whole_numbers("tokens", tokens)
-        if int(_whole_numbers("lengths", lengths, tokens.device).sum()) != len(tokens):
+        tokens = _whole_numbers("tokens", tokens).to(torch.int64)
+        lengths = _whole_numbers("lengths", lengths, tokens.device).to(torch.int64)
+        if len(tokens) and int(tokens.min()) < 0:
+            raise ValueError(f"tokens must not be negative, got {int(tokens.min())}: leave padding out")
+        if int(lengths.sum()) != len(tokens):
             raise ValueError(f"lengths sum to {int(lengths.sum())}, but there are {len(tokens)} tokens")
 
         known = len(self)
@@ -98,10 +102,11 @@ class Sequences:
         shared = torch.zeros_like(lengths)
         if prompts is not None:
             shared = _check_prompts(prompts, lengths)
-            owner = _first_equal(tokens, lengths, prompts)
+            owner = _first_equal(tokens, lengths, shared)
             again = owner != torch.arange(len(lengths), device=tokens.device)
-            stored = lengths - prompts.masked_fill(~again, 0)
-            skipped = prompts.masked_fill(~again, 0).repeat_interleave(lengths)
+            known_before = shared.masked_fill(~again, 0)
+            stored = lengths - known_before
+            skipped = known_before.repeat_interleave(lengths)
             tokens = tokens[_within(lengths) >= skipped]
 
         bounds = base + stored.cumsum(0)
@@ -237,7 +242,7 @@ def _whole_numbers(name: str, column: Tensor, device: torch.device | None = None
 
 def _check_prompts(prompts: Tensor, lengths: Tensor) -> Tensor:
     """Return numbers of tokens of prompts ``[K]`` after checking them against those of the sequences."""
-    _whole_numbers("prompts", prompts, lengths.device)
+    prompts = _whole_numbers("prompts", prompts, lengths.device).to(torch.int64)
     if prompts.shape != lengths.shape:
         raise ValueError(
             f"prompts must have shape {list(lengths.shape)} as lengths, got {list(prompts.shape)}"

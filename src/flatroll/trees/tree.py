@@ -10,7 +10,17 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from flatroll.layout.checks import check_choice
-from flatroll.layout.keys import IS_INIT, STEP_COUNT, TRAJ_IDS, NestedKey, next_key, under_next
+from flatroll.layout.keys import (
+    DONE,
+    IS_INIT,
+    STEP_COUNT,
+    TERMINATED,
+    TRAJ_IDS,
+    TRUNCATED,
+    NestedKey,
+    next_key,
+    under_next,
+)
 from flatroll.layout.tensordict_seam import nest
 from flatroll.specs import Composite, make_composite_from_td
 from flatroll.trees.rows import GrowingColumns
@@ -421,7 +431,8 @@ class Tree:
         """Return the transitions along a path, including this vertex's own, as rows ``[T]``; None if there are none.
 
         The rows may have been seen in several trajectories. Here they are one: trajectory ids are those of the last
-        row, step counts continue that of the first one, and only the first row may be an ``is_init``.
+        row, step counts continue that of the first one, only the first row may be an ``is_init``, and only the last one
+        may be done.
         """
         self.get_vertex(path)
         vertex = self.node_id
@@ -522,6 +533,11 @@ def _as_one_trajectory(rows: TensorDict) -> TensorDict:
     for key in (STEP_COUNT, under_next(STEP_COUNT)):
         step = rows.get(key, None)
         if step is not None:
-            after_first = torch.arange(len(rows), dtype=step.dtype).view(-1, *[1] * (step.ndim - 1))
-            rows.set(key, step[:1] + after_first)
+            after_first = torch.arange(len(rows), dtype=step.dtype, device=step.device)
+            rows.set(key, step[:1] + after_first.view(-1, *[1] * (step.ndim - 1)))
+
+    for key in (DONE, TERMINATED, TRUNCATED):
+        flag = rows.get(key, None)
+        if flag is not None:
+            flag[:-1] = False
     return rows

@@ -174,3 +174,8 @@ def test_what_it_refuses() -> None:
         GroupAdvantage(epsilon=-1.0)
     with pytest.raises(TypeError, match="std"):
         GroupAdvantage(std="yes")  # type: ignore[arg-type]
+
+
+def test_a_batch_without_rows_has_no_advantages() -> None:
+    empty = batch_of([2, 3], [0, 0])[:0]
+    assert GroupAdvantage()(empty)["advantage"].shape == (0, 1)

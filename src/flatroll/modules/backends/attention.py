@@ -433,8 +433,10 @@ class CachedSteps:
 
         heads_of_row = heads.to(self._cache.dtype)
         slots = self._with_row(layer, heads_of_row[:, 1:].unsqueeze(3))
-        key, value = slots.unbind(1)
         visible, distance = self._window
+        # Slots of the episode before may hold NaN, which a weight of 0 would let through.
+        slots = torch.where(visible.unsqueeze(-1), slots, 0.0)
+        key, value = slots.unbind(1)
         if bias is None:
             scores = visible
         else:
@@ -458,8 +460,8 @@ class CachedSteps:
         slot = self._steps % slots.shape[3]
         slot = slot[:, None, None, None, None].expand_as(row)
         wants_gradient = torch.is_grad_enabled() and (row.requires_grad or slots.requires_grad)
-        # an exported graph leaves its inputs alone
-        if not wants_gradient and not torch.compiler.is_exporting():
+        # a traced graph leaves its inputs alone
+        if not wants_gradient and not is_tracing():
             return slots.scatter_(3, slot, row)
 
         if self._layers is None:
