@@ -360,6 +360,53 @@ def test_a_cache_without_a_limit_is_refused(tmp_path: Path) -> None:
         export_policy(memory, tmp_path / "policy.pt2", batch=rows_of())
 
 
+class Bare(nn.Module):
+    """A memory that says nothing about what its state begins with."""
+
+    def __init__(self, written: list[Any]) -> None:
+        super().__init__()
+        self.in_keys = ["observation", "h"]
+        self.out_keys = written
+
+    def forward(self, batch: TensorDict) -> TensorDict:
+        batch["action"] = batch["observation"] + batch["h"]
+        batch["next", "h"] = 0.5 * batch["h"] + batch["observation"]
+        return batch
+
+
+@pytest.mark.parametrize("written", [["action", ("next", "h")], ["action"]], ids=["declared", "undeclared"])
+def test_a_state_without_a_first_value_is_refused(written: list[Any], tmp_path: Path) -> None:
+    rows = rows_of(h=torch.zeros(COUNT, 4))
+    with pytest.raises(
+        ValueError, match=r"reads 'h' and writes \('next', 'h'\).*give it make_tensordict_primer"
+    ):
+        export_policy(Bare(written), tmp_path / "policy.pt2", batch=rows)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_policy_that_reads_the_next_row_has_no_state(tmp_path: Path) -> None:
+    policy = TensorDictModule(lambda a, b: a - b, ["observation", ("next", "observation")], ["action"])
+    rows = rows_of(next=TensorDict({"observation": torch.randn(COUNT, 4)}, [COUNT]))
+    done = export_policy(policy, tmp_path / "policy.pt2", batch=rows)
+    assert done.inputs == ("observation", "next.observation")
+
+
+@pytest.mark.parametrize("second", ["is_init", "second"])
+def test_memories_are_reset_by_one_entry(second: str, tmp_path: Path) -> None:
+    policy = TensorDictSequential(
+        GRUModule(4, 8, in_key="observation", out_key="features"),
+        GRUModule(8, 2, in_keys=["features", "h", second], out_keys=["action", ("next", "h")]),
+    )
+    rows = rows_of()
+    rows["second"] = torch.zeros_like(rows["is_init"])
+    if second == "is_init":
+        done = export_policy(policy, tmp_path / "policy.pt2", batch=rows)
+        assert done.outputs == ("action", "next.recurrent_state", "next.h")
+        return
+    with pytest.raises(ValueError, match="must be reset by one entry, got 'is_init' and 'second'"):
+        export_policy(policy, tmp_path / "policy.pt2", batch=rows)
+
+
 def gru() -> Any:
     return GRUModule(4, 8, in_key="observation", out_key="action")
 

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from flatroll import __version__
 from flatroll.deploy.graph import Entries, StepGraph, act
 from flatroll.deploy.graph_files import KINDS
-from flatroll.deploy.interface import Interface, check_policy, name_of, read_interface, reads_of, samplers_of
+from flatroll.deploy.interface import (
+    Interface,
+    check_policy,
+    check_states,
+    name_of,
+    read_interface,
+    reads_of,
+    samplers_of,
+)
 from flatroll.deploy.proof import Rows, compare, flat_rows, read_column, read_rows
 from flatroll.deploy.records import Entry, Norm, PolicyRecord
 from flatroll.disk import files
@@ -137,6 +145,7 @@ def _frozen_copy(policy: TensorDictModuleBase) -> TensorDictModuleBase:
 
 def _first_step(policy: TensorDictModuleBase, flat: TensorDictBase) -> TensorDictBase:
     """Return the first row after the policy has acted on it."""
+    check_states(policy, policy.out_keys)
     states = {as_tuple(key): value for key, value in recurrent_states(policy).items()}
     columns: dict[NestedKey, Tensor] = {}
     for key in reads_of(policy):
