@@ -151,6 +151,68 @@ def test_a_q_network_with_a_mask(sample: bool, output: str, tmp_path: Path) -> N
     assert (done.inputs, done.outputs) == (("observation", "action_mask"), (output,))
 
 
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize(("make", "output"), [(actor, "logits"), (q_network, "action_value")])
+def test_what_actions_are_drawn_from_is_masked(make: Any, output: str, suffix: str, tmp_path: Path) -> None:
+    observation = spaces.Dict(observation=BOX, action_mask=spaces.MultiBinary(3))
+    mask = torch.rand(COUNT, 3) < 0.5
+    mask[:, 1] = True
+    rows = rows_of(action_mask=mask.to(torch.int8))
+    policy = learned(make(env_of(observation), hidden=(8,)), rows)
+    done = export_policy(policy, tmp_path / f"policy{suffix}", batch=rows, sample=True)
+    assert done.inputs == ("observation", "action_mask")
+
+    found = run_file(done.path, {name: rows[name] for name in done.inputs})[output]
+    assert bool((found[~mask] == torch.finfo(torch.float32).min).all())
+    assert bool((found[mask].abs() < 100).all())
+
+
+def run_file(path: Path, entries: Entries) -> Entries:
+    """What a file returns."""
+    if path.suffix == ".pt2":
+        found: Entries = torch.export.load(path).module()(entries)
+        return found
+    runtime = pytest.importorskip("onnxruntime")
+    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    columns = session.run(None, {name: column.numpy() for name, column in entries.items()})
+    names = [value.name for value in session.get_outputs()]
+    return {name: torch.from_numpy(column) for name, column in zip(names, columns, strict=True)}
+
+
+@pytest.mark.parametrize("kind", [None, "gru"])
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_autocast_of_the_caller_stays_out_of_the_file(suffix: str, kind: Any, tmp_path: Path) -> None:
+    policy = actor(env_of(), hidden=(8,), recurrent=kind)
+    rows = rows_of()
+    with torch.autocast("cpu", torch.bfloat16):
+        done = export_policy(policy, tmp_path / f"inside{suffix}", batch=rows, sample=True)
+        assert torch.is_autocast_enabled("cpu")
+    plain = export_policy(policy, tmp_path / f"outside{suffix}", batch=rows, sample=True)
+
+    entries = {name: rows[name] for name in done.inputs if name in rows}
+    if kind == "gru":
+        entries = {name: entries.get(name, torch.zeros(COUNT, 1, 8)) for name in done.inputs}
+    found = run_file(done.path, entries)
+    for name, column in run_file(plain.path, entries).items():
+        assert found[name].dtype is torch.float32
+        torch.testing.assert_close(found[name], column)
+
+
+@needs_onnx
+def test_an_error_of_onnxruntime_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    translate = graph_files._translate
+
+    def broken(*arguments: Any) -> Any:
+        model = translate(*arguments)
+        model.graph.node[0].op_type = "Nonsense"
+        return model
+
+    monkeypatch.setattr(graph_files, "_translate", broken)
+    with pytest.raises(ValueError, match=r"onnxruntime cannot run policy\.onnx: .*Nonsense"):
+        export_policy(actor(env_of()), tmp_path / "policy.onnx", batch=rows_of())
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_critic_with_a_memory_of_its_own(tmp_path: Path) -> None:
     done = export_policy(critic(env_of(), hidden=(8,), recurrent="gru"), tmp_path / "v.pt2", batch=rows_of())
     assert done.inputs == ("observation", "critic_state", "is_init")
@@ -244,6 +306,29 @@ def test_a_file_that_does_otherwise_is_found(
     ):
         export_policy(policy, tmp_path / f"policy{suffix}", batch=rows_of())
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["choice", "number", "state"])
+def test_a_policy_that_is_not_finite_is_refused(kind: str, tmp_path: Path) -> None:
+    action = spaces.Box(-1.0, 1.0, (2,)) if kind == "number" else spaces.Discrete(3)
+    policy = actor(
+        env_of(action=action), hidden=(8,), norm=False, recurrent="gru" if kind == "state" else None
+    )
+    rows = rows_of()
+    rows["observation"][[6, 9]] = torch.nan
+    with pytest.raises(ValueError, match=r"policy must return finite numbers, got NaN .* at row 6 of batch"):
+        export_policy(policy, tmp_path / "policy.pt2", batch=rows)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_policy_whose_weights_are_nan_is_refused(tmp_path: Path) -> None:
+    policy = actor(env_of(), hidden=(8,))
+    with torch.no_grad():
+        next(policy.parameters()).fill_(torch.nan)
+    with pytest.raises(
+        ValueError, match=r"NaN or infinity in 'logits' at row 0 of batch, the first of 20 rows"
+    ):
+        export_policy(policy, tmp_path / "policy.pt2", batch=rows_of())
 
 
 class Turned(StepGraph):

@@ -14,7 +14,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from flatroll import __version__
-from flatroll.deploy.graph import Entries, StepGraph, act
+from flatroll.deploy.graph import Entries, StepGraph, act, without_autocast
 from flatroll.deploy.graph_files import KINDS
 from flatroll.deploy.interface import (
     Interface,
@@ -70,12 +70,13 @@ def export_policy(
 
     Args:
         policy: a tensordict module, such as an actor, a critic or a Q-network of `flatroll.modules`, or a sequence with
-            modules of your own. It is copied, and acts as after ``eval()``.
+            modules of your own. It is copied, and acts as after ``eval()`` and without autocast.
         path: ``"policy.onnx"`` (extra ``onnx``), or ``"policy.pt2"`` for `torch.export.load`.
         batch: flat rows ``[N]`` that the policy can read, such as a batch of a collector; some hundreds are enough. For
             a policy with memory some must begin an episode, and some follow one another.
         sample: the file returns what actions are drawn from (logits; means and deviations; action values of a
-            Q-network) in place of the deterministic action. Default False.
+            Q-network) in place of the deterministic action; those of illegal options are as `ActionMask` makes them.
+            Default False.
 
     Returns:
         `ExportedPolicy`; `read_record` reads the same and more from the file.
@@ -84,9 +85,11 @@ def export_policy(
         ImportError: onnx, onnxscript or onnxruntime is missing; the message names the extra.
         KeyError: ``batch`` lacks an entry that the policy reads.
         TypeError: ``policy`` is no tensordict module, ``batch`` no tensordict.
-        ValueError: file and policy differ; the error names the first row. A part of the policy depends on numbers in
-            its input by Python's ``if``, or has no form in ONNX; the error names the part. ``path`` has another suffix,
-            ``batch`` lacks rows, a weight has half precision, or with ``sample`` the policy has no distribution.
+        ValueError: file and policy differ, or an output of the policy is not finite; the error names the first row. A
+            state has no first value (``make_tensordict_primer``), or memories are reset by several entries. A part of
+            the policy depends on numbers in its input by Python's ``if``, or has no form in ONNX; the error names the
+            part. onnxruntime cannot run the file. ``path`` has another suffix, ``batch`` lacks rows, a weight has half
+            precision, or with ``sample`` the policy has no distribution.
 
     >>> import tempfile
     >>> import gymnasium as gym
@@ -106,7 +109,15 @@ def export_policy(
     check_flags(sample=sample)
     flat, numbers = flat_rows(batch)
 
-    on_host = _frozen_copy(module)
+    with without_autocast():
+        return _export(module, path, flat, numbers, sample=sample)
+
+
+def _export(
+    policy: TensorDictModuleBase, path: Path, flat: TensorDictBase, numbers: Tensor, *, sample: bool
+) -> ExportedPolicy:
+    """Write and prove the file; ``numbers`` are those of the rows ``flat`` in the caller's batch."""
+    on_host = _frozen_copy(policy)
     interface = read_interface(on_host, _first_step(on_host, flat), sample=sample)
     rows = read_rows(flat, interface)._replace(numbers=numbers)
     example = _example(rows, interface)

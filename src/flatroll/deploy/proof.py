@@ -145,10 +145,14 @@ def compare(policy: TensorDictModuleBase, step: Step, rows: Rows, interface: Int
     Runs are played one after the other in lanes, as envs play episodes. So an episode begins with what the one before
     it left in the states, and the first one with noise: a reset that does nothing is seen. Policy and file each carry
     their own states.
+
+    Raises:
+        ValueError: an output of the policy is not finite; the error names the first row.
     """
     judge = _Judge(policy, interface)
     count = len(rows.starts)
     differences = {name: torch.zeros(count) for name in judge.keys}
+    strange = {name: torch.zeros(count, dtype=torch.bool) for name in judge.keys}
 
     own: Entries = {}
     others: Entries = {}
@@ -163,12 +167,31 @@ def compare(policy: TensorDictModuleBase, step: Step, rows: Rows, interface: Int
         found = step({name: (given | others)[name] for name in interface.inputs})
         for name, far in judge.differences(acted, found).items():
             differences[name][at] = torch.maximum(differences[name][at], far)
+        for name, wrong in judge.strange(acted).items():
+            strange[name][at] |= wrong
 
         for state in interface.states:
             after = interface.next_of(state)
             own[state] = get_entry(acted, interface.outputs[after])
             others[state] = found[after]
+
+    _check_finite(strange, rows.numbers)
     return Comparison(count, int(rows.resets.sum()), differences, rows.numbers)
+
+
+def _check_finite(strange: Entries, numbers: Tensor) -> None:
+    """Raise ValueError, naming the first row, if the policy gives a strange number anywhere, ``[N]`` by name."""
+    stacked = torch.stack([*strange.values()])
+    wrong = stacked.any(0)
+    if not bool(wrong.any()):
+        return
+
+    row = int(wrong.nonzero()[0])
+    name = [*strange][int(stacked[:, row].int().argmax())]
+    raise ValueError(
+        f"policy must return finite numbers, got NaN or infinity in {name!r} at row {int(numbers[row])} of batch, the "
+        f"first of {int(wrong.sum())} rows: look for NaN in its weights and in these rows. No file was written"
+    )
 
 
 def _steps(rows: Rows, interface: Interface) -> Iterator[Tensor]:
@@ -246,6 +269,7 @@ class _Judge:
         self.keys: dict[str, NestedKey] = interface.outputs | interface.scores
         self._policy = policy
         self._inputs = interface.inputs
+        self._scores = interface.scores
         self._samplers = samplers_of(policy)
         self._choosers = choosers_of(policy)
 
@@ -258,6 +282,17 @@ class _Judge:
     def differences(self, acted: TensorDictBase, found: Entries) -> Entries:
         """Return the difference of each output and row, float32 ``[E]`` by name."""
         return {name: self._difference(acted, key, found[name]) for name, key in self.keys.items()}
+
+    def strange(self, acted: TensorDictBase) -> Entries:
+        """Return the rows whose numbers are not finite, bool ``[E]`` by name; a score may be that of no option."""
+        found: Entries = {}
+        for name, key in self.keys.items():
+            own: Tensor = get_entry(acted, key)
+            wrong = ~own.isfinite()
+            if name in self._scores:
+                wrong &= ~own.isneginf()
+            found[name] = wrong.reshape(len(own), -1).any(1)
+        return found
 
     def _difference(self, acted: TensorDictBase, key: NestedKey, other: Tensor) -> Tensor:
         own: Tensor = get_entry(acted, key)
