@@ -17,7 +17,7 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 
 import flatroll
-from flatroll.deploy import PolicyRecord, export_policy, graph_files, read_record
+from flatroll.deploy import PolicyRecord, export_policy, graph_files, proof, read_record
 from flatroll.deploy.graph import Entries, StepGraph
 from flatroll.modules import (
     GRUModule,
@@ -28,6 +28,7 @@ from flatroll.modules import (
     q_network,
     update_norms,
 )
+from flatroll.modules.backends.attention import CachedSteps
 
 BOX = spaces.Box(-3.0, 3.0, (4,))
 LENGTHS = (5, 1, 7, 3, 4)
@@ -329,6 +330,54 @@ def test_a_policy_whose_weights_are_nan_is_refused(tmp_path: Path) -> None:
         ValueError, match=r"NaN or infinity in 'logits' at row 0 of batch, the first of 20 rows"
     ):
         export_policy(policy, tmp_path / "policy.pt2", batch=rows_of())
+
+
+def clamp_steps(steps: Tensor, slots: int) -> Tensor:
+    return steps.clamp(max=slots - 1)
+
+
+def skip_a_slot(steps: Tensor, slots: int) -> Tensor:
+    return torch.where(steps < slots, steps, steps % slots + 1)
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, (5, 11)], ids=["short", "long"])
+@pytest.mark.parametrize("wrong", [clamp_steps, skip_a_slot])
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_ring_that_turns_wrongly_is_found(
+    wrong: Any, lengths: tuple[int, ...], suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = 10
+    policy = TransformerModule(4, 8, context=context, in_key="observation", out_key="action")
+    begin = CachedSteps.__init__
+
+    def planted(self: CachedSteps, cache: Tensor, steps: Tensor) -> None:
+        if torch.compiler.is_exporting():
+            steps = wrong(steps, cache.shape[4])
+        begin(self, cache, steps)
+
+    monkeypatch.setattr(CachedSteps, "__init__", planted)
+    with pytest.raises(ValueError, match=r"row \d+ of batch is the first of \d+ rows that differ"):
+        export_policy(policy, tmp_path / f"policy{suffix}", batch=rows_of(lengths))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("context", "calls"), [(7, 2), (6, 1)])
+def test_a_ring_turns_in_each_proof(
+    context: int, calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played: list[int] = []
+    compare = proof.compare
+
+    def counted(policy: Any, step: Any, rows: Any, interface: Any) -> Any:
+        played.append(len(rows.starts))
+        return compare(policy, step, rows, interface)
+
+    monkeypatch.setattr(proof, "compare", counted)
+    policy = TransformerModule(4, 8, context=context, in_key="observation", out_key="action")
+    done = export_policy(policy, tmp_path / "policy.pt2", batch=rows_of())
+    assert played == [COUNT, context + 2][:calls]
+    assert done.rows == COUNT
+    assert done.largest_difference < 1e-5
 
 
 class Turned(StepGraph):

@@ -25,7 +25,7 @@ from flatroll.deploy.interface import (
     reads_of,
     samplers_of,
 )
-from flatroll.deploy.proof import Rows, compare, flat_rows, read_column, read_rows
+from flatroll.deploy.proof import Rows, flat_rows, prove, read_column, read_rows
 from flatroll.deploy.records import Entry, Norm, PolicyRecord
 from flatroll.disk import files
 from flatroll.layout.checks import BLAMED, blame_entries, check_flags, check_path
@@ -65,8 +65,9 @@ def export_policy(
 
     Then the rows of ``batch`` are played through the file and through the policy, step by step, each with its own
     states; an episode begins with what another one left in them. All outputs are compared, and the scores that choices
-    are made from. If one differs by more than 1e-5, there is an error and no file: it is written under another name,
-    and renamed after its proof. An older file at ``path`` is replaced.
+    are made from. Where no run is longer than the ``context`` of a transformer, one of ``context + 2`` steps over these
+    rows is played too, in which its cache turns. If an output differs by more than 1e-5, there is an error and no file:
+    it is written under another name, and renamed after its proof. An older file at ``path`` is replaced.
 
     Args:
         policy: a tensordict module, such as an actor, a critic or a Q-network of `flatroll.modules`, or a sequence with
@@ -126,8 +127,7 @@ def _export(
 
     with _beside(path) as beside:
         file.write(beside, None)
-        comparison = compare(on_host, file.open(beside), rows, interface)
-        comparison.check()
+        comparison = prove(on_host, file.open(beside), rows, interface)
         record = PolicyRecord(
             flatroll=__version__,
             inputs=_entries(example),

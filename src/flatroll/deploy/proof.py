@@ -16,6 +16,7 @@ from flatroll.layout.boundaries import run_starts
 from flatroll.layout.checks import check_dense_tensor, check_rows
 from flatroll.layout.keys import IS_INIT, MASK, NestedKey, as_tuple, marker, require
 from flatroll.layout.tensordict_seam import get_entry
+from flatroll.modules.transformer import TransformerModule
 
 #: Largest difference between the file and the policy: absolute below 1, relative above.
 TOLERANCE = 1e-5
@@ -137,6 +138,45 @@ def flat_rows(batch: TensorDictBase) -> tuple[TensorDictBase, Tensor]:
     if not len(rows):
         raise ValueError("batch must have at least one row, got none: collect some")
     return rows, numbers
+
+
+def prove(policy: TensorDictModuleBase, step: Step, rows: Rows, interface: Interface) -> Comparison:
+    """Compare a file with the policy on the rows, and where a ring of a cache would not turn, on a longer run of them.
+
+    Raises:
+        ValueError: they differ, or an output of the policy is not finite; the error names the first row.
+    """
+    compared = compare(policy, step, rows, interface)
+    compared.check()
+
+    slots = max(
+        (part.context or 0 for part in policy.modules() if isinstance(part, TransformerModule)), default=0
+    )
+    runs = rows.starts.cumsum(0)
+    if not slots or int(runs.bincount().max()) > slots:
+        return compared
+
+    longer = compare(policy, step, _one_run(rows, interface, slots + 2), interface)
+    longer.check()
+    differences = {
+        name: torch.cat([column, longer.differences[name]]) for name, column in compared.differences.items()
+    }
+    numbers = torch.cat([compared.numbers, longer.numbers])
+    return Comparison(compared.rows, compared.episodes, differences, numbers)
+
+
+def _one_run(rows: Rows, interface: Interface, count: int) -> Rows:
+    """Return the rows as one run of ``count`` steps, repeated from the first one where they end."""
+    at = torch.arange(count)
+    # one row further in the steps that write to a slot again, so that they never write what is there
+    at = (at + (at >= count - 2).int()) % len(rows.starts)
+
+    begins = torch.zeros(count, dtype=torch.bool)
+    begins[0] = True
+    columns = {name: column[at] for name, column in rows.columns.items()}
+    if interface.is_init is not None:
+        columns[interface.is_init] = begins.view_as(columns[interface.is_init])
+    return Rows(columns, rows.numbers[at], begins, begins)
 
 
 def compare(policy: TensorDictModuleBase, step: Step, rows: Rows, interface: Interface) -> Comparison:
