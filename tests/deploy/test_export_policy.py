@@ -180,8 +180,10 @@ def run_file(path: Path, entries: Entries) -> Entries:
     return {name: torch.from_numpy(column) for name, column in zip(names, columns, strict=True)}
 
 
-@pytest.mark.parametrize("kind", [None, "gru"])
-@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize(
+    ("suffix", "kind"),
+    [(".pt2", None), (".pt2", "gru"), pytest.param(".onnx", None, marks=needs_onnx)],
+)
 def test_autocast_of_the_caller_stays_out_of_the_file(suffix: str, kind: Any, tmp_path: Path) -> None:
     policy = actor(env_of(), hidden=(8,), recurrent=kind)
     rows = rows_of()
@@ -340,9 +342,15 @@ def skip_a_slot(steps: Tensor, slots: int) -> Tensor:
     return torch.where(steps < slots, steps, steps % slots + 1)
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS, (5, 11)], ids=["short", "long"])
-@pytest.mark.parametrize("wrong", [clamp_steps, skip_a_slot])
-@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize(
+    ("wrong", "lengths", "suffix"),
+    [
+        (clamp_steps, LENGTHS, ".pt2"),
+        (clamp_steps, (5, 11), ".pt2"),
+        pytest.param(clamp_steps, LENGTHS, ".onnx", marks=needs_onnx),
+        (skip_a_slot, LENGTHS, ".pt2"),
+    ],
+)
 def test_a_ring_that_turns_wrongly_is_found(
     wrong: Any, lengths: tuple[int, ...], suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
