@@ -17,7 +17,7 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 
 import flatroll
-from flatroll.deploy import PolicyRecord, export_policy, graph_files, read_record
+from flatroll.deploy import PolicyRecord, export_policy, graph_files, proof, read_record
 from flatroll.deploy.graph import Entries, StepGraph
 from flatroll.modules import (
     GRUModule,
@@ -28,6 +28,7 @@ from flatroll.modules import (
     q_network,
     update_norms,
 )
+from flatroll.modules.backends.attention import CachedSteps
 
 BOX = spaces.Box(-3.0, 3.0, (4,))
 LENGTHS = (5, 1, 7, 3, 4)
@@ -151,6 +152,70 @@ def test_a_q_network_with_a_mask(sample: bool, output: str, tmp_path: Path) -> N
     assert (done.inputs, done.outputs) == (("observation", "action_mask"), (output,))
 
 
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize(("make", "output"), [(actor, "logits"), (q_network, "action_value")])
+def test_what_actions_are_drawn_from_is_masked(make: Any, output: str, suffix: str, tmp_path: Path) -> None:
+    observation = spaces.Dict(observation=BOX, action_mask=spaces.MultiBinary(3))
+    mask = torch.rand(COUNT, 3) < 0.5
+    mask[:, 1] = True
+    rows = rows_of(action_mask=mask.to(torch.int8))
+    policy = learned(make(env_of(observation), hidden=(8,)), rows)
+    done = export_policy(policy, tmp_path / f"policy{suffix}", batch=rows, sample=True)
+    assert done.inputs == ("observation", "action_mask")
+
+    found = run_file(done.path, {name: rows[name] for name in done.inputs})[output]
+    assert bool((found[~mask] == torch.finfo(torch.float32).min).all())
+    assert bool((found[mask].abs() < 100).all())
+
+
+def run_file(path: Path, entries: Entries) -> Entries:
+    """What a file returns."""
+    if path.suffix == ".pt2":
+        found: Entries = torch.export.load(path).module()(entries)
+        return found
+    runtime = pytest.importorskip("onnxruntime")
+    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    columns = session.run(None, {name: column.numpy() for name, column in entries.items()})
+    names = [value.name for value in session.get_outputs()]
+    return {name: torch.from_numpy(column) for name, column in zip(names, columns, strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("suffix", "kind"),
+    [(".pt2", None), (".pt2", "gru"), pytest.param(".onnx", None, marks=needs_onnx)],
+)
+def test_autocast_of_the_caller_stays_out_of_the_file(suffix: str, kind: Any, tmp_path: Path) -> None:
+    policy = actor(env_of(), hidden=(8,), recurrent=kind)
+    rows = rows_of()
+    with torch.autocast("cpu", torch.bfloat16):
+        done = export_policy(policy, tmp_path / f"inside{suffix}", batch=rows, sample=True)
+        assert torch.is_autocast_enabled("cpu")
+    plain = export_policy(policy, tmp_path / f"outside{suffix}", batch=rows, sample=True)
+
+    entries = {name: rows[name] for name in done.inputs if name in rows}
+    if kind == "gru":
+        entries = {name: entries.get(name, torch.zeros(COUNT, 1, 8)) for name in done.inputs}
+    found = run_file(done.path, entries)
+    for name, column in run_file(plain.path, entries).items():
+        assert found[name].dtype is torch.float32
+        torch.testing.assert_close(found[name], column)
+
+
+@needs_onnx
+def test_an_error_of_onnxruntime_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    translate = graph_files._translate
+
+    def broken(*arguments: Any) -> Any:
+        model = translate(*arguments)
+        model.graph.node[0].op_type = "Nonsense"
+        return model
+
+    monkeypatch.setattr(graph_files, "_translate", broken)
+    with pytest.raises(ValueError, match=r"onnxruntime cannot run policy\.onnx: .*Nonsense"):
+        export_policy(actor(env_of()), tmp_path / "policy.onnx", batch=rows_of())
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_critic_with_a_memory_of_its_own(tmp_path: Path) -> None:
     done = export_policy(critic(env_of(), hidden=(8,), recurrent="gru"), tmp_path / "v.pt2", batch=rows_of())
     assert done.inputs == ("observation", "critic_state", "is_init")
@@ -244,6 +309,83 @@ def test_a_file_that_does_otherwise_is_found(
     ):
         export_policy(policy, tmp_path / f"policy{suffix}", batch=rows_of())
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["choice", "number", "state"])
+def test_a_policy_that_is_not_finite_is_refused(kind: str, tmp_path: Path) -> None:
+    action = spaces.Box(-1.0, 1.0, (2,)) if kind == "number" else spaces.Discrete(3)
+    policy = actor(
+        env_of(action=action), hidden=(8,), norm=False, recurrent="gru" if kind == "state" else None
+    )
+    rows = rows_of()
+    rows["observation"][[6, 9]] = torch.nan
+    with pytest.raises(ValueError, match=r"policy must return finite numbers, got NaN .* at row 6 of batch"):
+        export_policy(policy, tmp_path / "policy.pt2", batch=rows)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_policy_whose_weights_are_nan_is_refused(tmp_path: Path) -> None:
+    policy = actor(env_of(), hidden=(8,))
+    with torch.no_grad():
+        next(policy.parameters()).fill_(torch.nan)
+    with pytest.raises(
+        ValueError, match=r"NaN or infinity in 'logits' at row 0 of batch, the first of 20 rows"
+    ):
+        export_policy(policy, tmp_path / "policy.pt2", batch=rows_of())
+
+
+def clamp_steps(steps: Tensor, slots: int) -> Tensor:
+    return steps.clamp(max=slots - 1)
+
+
+def skip_a_slot(steps: Tensor, slots: int) -> Tensor:
+    return torch.where(steps < slots, steps, steps % slots + 1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "lengths", "suffix"),
+    [
+        (clamp_steps, LENGTHS, ".pt2"),
+        (clamp_steps, (5, 11), ".pt2"),
+        pytest.param(clamp_steps, LENGTHS, ".onnx", marks=needs_onnx),
+        (skip_a_slot, LENGTHS, ".pt2"),
+    ],
+)
+def test_a_ring_that_turns_wrongly_is_found(
+    wrong: Any, lengths: tuple[int, ...], suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = 10
+    policy = TransformerModule(4, 8, context=context, in_key="observation", out_key="action")
+    begin = CachedSteps.__init__
+
+    def planted(self: CachedSteps, cache: Tensor, steps: Tensor) -> None:
+        if torch.compiler.is_exporting():
+            steps = wrong(steps, cache.shape[4])
+        begin(self, cache, steps)
+
+    monkeypatch.setattr(CachedSteps, "__init__", planted)
+    with pytest.raises(ValueError, match=r"row \d+ of batch is the first of \d+ rows that differ"):
+        export_policy(policy, tmp_path / f"policy{suffix}", batch=rows_of(lengths))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("context", "calls"), [(7, 2), (6, 1)])
+def test_a_ring_turns_in_each_proof(
+    context: int, calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played: list[int] = []
+    compare = proof.compare
+
+    def counted(policy: Any, step: Any, rows: Any, interface: Any) -> Any:
+        played.append(len(rows.starts))
+        return compare(policy, step, rows, interface)
+
+    monkeypatch.setattr(proof, "compare", counted)
+    policy = TransformerModule(4, 8, context=context, in_key="observation", out_key="action")
+    done = export_policy(policy, tmp_path / "policy.pt2", batch=rows_of())
+    assert played == [COUNT, context + 2][:calls]
+    assert done.rows == COUNT
+    assert done.largest_difference < 1e-5
 
 
 class Turned(StepGraph):
@@ -358,6 +500,53 @@ def test_a_cache_without_a_limit_is_refused(tmp_path: Path) -> None:
     memory = TransformerModule(4, 8, in_key="observation", out_key="action")
     with pytest.raises(ValueError, match=r"TransformerModule must have context= to be exported"):
         export_policy(memory, tmp_path / "policy.pt2", batch=rows_of())
+
+
+class Bare(nn.Module):
+    """A memory that says nothing about what its state begins with."""
+
+    def __init__(self, written: list[Any]) -> None:
+        super().__init__()
+        self.in_keys = ["observation", "h"]
+        self.out_keys = written
+
+    def forward(self, batch: TensorDict) -> TensorDict:
+        batch["action"] = batch["observation"] + batch["h"]
+        batch["next", "h"] = 0.5 * batch["h"] + batch["observation"]
+        return batch
+
+
+@pytest.mark.parametrize("written", [["action", ("next", "h")], ["action"]], ids=["declared", "undeclared"])
+def test_a_state_without_a_first_value_is_refused(written: list[Any], tmp_path: Path) -> None:
+    rows = rows_of(h=torch.zeros(COUNT, 4))
+    with pytest.raises(
+        ValueError, match=r"reads 'h' and writes \('next', 'h'\).*give it make_tensordict_primer"
+    ):
+        export_policy(Bare(written), tmp_path / "policy.pt2", batch=rows)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_policy_that_reads_the_next_row_has_no_state(tmp_path: Path) -> None:
+    policy = TensorDictModule(lambda a, b: a - b, ["observation", ("next", "observation")], ["action"])
+    rows = rows_of(next=TensorDict({"observation": torch.randn(COUNT, 4)}, [COUNT]))
+    done = export_policy(policy, tmp_path / "policy.pt2", batch=rows)
+    assert done.inputs == ("observation", "next.observation")
+
+
+@pytest.mark.parametrize("second", ["is_init", "second"])
+def test_memories_are_reset_by_one_entry(second: str, tmp_path: Path) -> None:
+    policy = TensorDictSequential(
+        GRUModule(4, 8, in_key="observation", out_key="features"),
+        GRUModule(8, 2, in_keys=["features", "h", second], out_keys=["action", ("next", "h")]),
+    )
+    rows = rows_of()
+    rows["second"] = torch.zeros_like(rows["is_init"])
+    if second == "is_init":
+        done = export_policy(policy, tmp_path / "policy.pt2", batch=rows)
+        assert done.outputs == ("action", "next.recurrent_state", "next.h")
+        return
+    with pytest.raises(ValueError, match="must be reset by one entry, got 'is_init' and 'second'"):
+        export_policy(policy, tmp_path / "policy.pt2", batch=rows)
 
 
 def gru() -> Any:

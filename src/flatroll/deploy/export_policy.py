@@ -14,10 +14,18 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from flatroll import __version__
-from flatroll.deploy.graph import Entries, StepGraph, act
+from flatroll.deploy.graph import Entries, StepGraph, act, without_autocast
 from flatroll.deploy.graph_files import KINDS
-from flatroll.deploy.interface import Interface, check_policy, name_of, read_interface, reads_of, samplers_of
-from flatroll.deploy.proof import Rows, compare, flat_rows, read_column, read_rows
+from flatroll.deploy.interface import (
+    Interface,
+    check_policy,
+    check_states,
+    name_of,
+    read_interface,
+    reads_of,
+    samplers_of,
+)
+from flatroll.deploy.proof import Rows, flat_rows, prove, read_column, read_rows
 from flatroll.deploy.records import Entry, Norm, PolicyRecord
 from flatroll.disk import files
 from flatroll.layout.checks import BLAMED, blame_entries, check_flags, check_path
@@ -57,17 +65,19 @@ def export_policy(
 
     Then the rows of ``batch`` are played through the file and through the policy, step by step, each with its own
     states; an episode begins with what another one left in them. All outputs are compared, and the scores that choices
-    are made from. If one differs by more than 1e-5, there is an error and no file: it is written under another name,
-    and renamed after its proof. An older file at ``path`` is replaced.
+    are made from. Where no run is longer than the ``context`` of a transformer, one of ``context + 2`` steps over these
+    rows is played too, in which its cache turns. If an output differs by more than 1e-5, there is an error and no file:
+    it is written under another name, and renamed after its proof. An older file at ``path`` is replaced.
 
     Args:
         policy: a tensordict module, such as an actor, a critic or a Q-network of `flatroll.modules`, or a sequence with
-            modules of your own. It is copied, and acts as after ``eval()``.
+            modules of your own. It is copied, and acts as after ``eval()`` and without autocast.
         path: ``"policy.onnx"`` (extra ``onnx``), or ``"policy.pt2"`` for `torch.export.load`.
         batch: flat rows ``[N]`` that the policy can read, such as a batch of a collector; some hundreds are enough. For
             a policy with memory some must begin an episode, and some follow one another.
         sample: the file returns what actions are drawn from (logits; means and deviations; action values of a
-            Q-network) in place of the deterministic action. Default False.
+            Q-network) in place of the deterministic action; those of illegal options are as `ActionMask` makes them.
+            Default False.
 
     Returns:
         `ExportedPolicy`; `read_record` reads the same and more from the file.
@@ -76,9 +86,11 @@ def export_policy(
         ImportError: onnx, onnxscript or onnxruntime is missing; the message names the extra.
         KeyError: ``batch`` lacks an entry that the policy reads.
         TypeError: ``policy`` is no tensordict module, ``batch`` no tensordict.
-        ValueError: file and policy differ; the error names the first row. A part of the policy depends on numbers in
-            its input by Python's ``if``, or has no form in ONNX; the error names the part. ``path`` has another suffix,
-            ``batch`` lacks rows, a weight has half precision, or with ``sample`` the policy has no distribution.
+        ValueError: file and policy differ, or an output of the policy is not finite; the error names the first row. A
+            state has no first value (``make_tensordict_primer``), or memories are reset by several entries. A part of
+            the policy depends on numbers in its input by Python's ``if``, or has no form in ONNX; the error names the
+            part. onnxruntime cannot run the file. ``path`` has another suffix, ``batch`` lacks rows, a weight has half
+            precision, or with ``sample`` the policy has no distribution.
 
     >>> import tempfile
     >>> import gymnasium as gym
@@ -98,7 +110,15 @@ def export_policy(
     check_flags(sample=sample)
     flat, numbers = flat_rows(batch)
 
-    on_host = _frozen_copy(module)
+    with without_autocast():
+        return _export(module, path, flat, numbers, sample=sample)
+
+
+def _export(
+    policy: TensorDictModuleBase, path: Path, flat: TensorDictBase, numbers: Tensor, *, sample: bool
+) -> ExportedPolicy:
+    """Write and prove the file; ``numbers`` are those of the rows ``flat`` in the caller's batch."""
+    on_host = _frozen_copy(policy)
     interface = read_interface(on_host, _first_step(on_host, flat), sample=sample)
     rows = read_rows(flat, interface)._replace(numbers=numbers)
     example = _example(rows, interface)
@@ -107,8 +127,7 @@ def export_policy(
 
     with _beside(path) as beside:
         file.write(beside, None)
-        comparison = compare(on_host, file.open(beside), rows, interface)
-        comparison.check()
+        comparison = prove(on_host, file.open(beside), rows, interface)
         record = PolicyRecord(
             flatroll=__version__,
             inputs=_entries(example),
@@ -137,6 +156,7 @@ def _frozen_copy(policy: TensorDictModuleBase) -> TensorDictModuleBase:
 
 def _first_step(policy: TensorDictModuleBase, flat: TensorDictBase) -> TensorDictBase:
     """Return the first row after the policy has acted on it."""
+    check_states(policy, policy.out_keys)
     states = {as_tuple(key): value for key, value in recurrent_states(policy).items()}
     columns: dict[NestedKey, Tensor] = {}
     for key in reads_of(policy):

@@ -1,7 +1,8 @@
 """One step of a policy as a graph: a module from tensors by name to tensors by name, and its trace."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -56,6 +57,21 @@ def act(policy: TensorDictModuleBase, columns: Mapping[NestedKey, Tensor], rows:
     with set_interaction_type(InteractionType.DETERMINISTIC), set_recurrent_mode("sequential"):
         acted: TensorDictBase = policy(batch)
     return acted
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Turn off autocast of the caller, which would become a part of a graph: on the CPU and on the accelerator."""
+    devices = ["cpu"]
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None:
+        devices.append(accelerator.type)
+
+    with ExitStack() as stack:
+        for device in devices:
+            if torch.amp.is_autocast_available(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def trace(graph: StepGraph, example: Entries) -> torch.export.ExportedProgram:

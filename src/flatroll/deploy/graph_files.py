@@ -78,16 +78,33 @@ class OnnxFile:
         options = self._runtime.SessionOptions()
         options.intra_op_num_threads = 1
         options.log_severity_level = 3
-        session = self._runtime.InferenceSession(
-            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-        )
+        with self._errors_of(path):
+            session = self._runtime.InferenceSession(
+                model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+            )
         names = [value.name for value in session.get_outputs()]
 
         def run(entries: Entries) -> Entries:
-            columns = session.run(None, {name: column.numpy() for name, column in entries.items()})
+            with self._errors_of(path):
+                columns = session.run(None, {name: column.numpy() for name, column in entries.items()})
             return {name: torch.from_numpy(column) for name, column in zip(names, columns, strict=True)}
 
         return run
+
+    @contextmanager
+    def _errors_of(self, path: Path) -> Iterator[None]:
+        """Turn onnxruntime's errors, which have no common class but Exception, into a ValueError."""
+        state = self._runtime.capi.onnxruntime_pybind11_state
+        kinds = tuple(
+            kind for kind in vars(state).values() if isinstance(kind, type) and issubclass(kind, Exception)
+        )
+        try:
+            yield
+        except kinds as error:
+            raise ValueError(
+                f"onnxruntime cannot run {path.name}: {error}. No file was written; one that ends with .pt2 may hold "
+                "the policy"
+            ) from error
 
 
 def _translate(program: torch.export.ExportedProgram, interface: Interface) -> Any:

@@ -89,7 +89,7 @@ def read_interface(policy: TensorDictModuleBase, step: TensorDictBase, *, sample
 
     Raises:
         ValueError: with ``sample``, the policy neither draws its action nor rates actions; an input and an output, or
-            two of either, have the same name.
+            two of either, have the same name; a state has no first value, or memories are reset by several entries.
     """
     states = {name_of(key): value.detach().cpu() for key, value in recurrent_states(policy).items()}
     actions, scores = _actions_and_scores(policy)
@@ -110,6 +110,7 @@ def read_interface(policy: TensorDictModuleBase, step: TensorDictBase, *, sample
         written = _existing(step, _last_outputs(policy, states))
 
     read = reads_of(policy)
+    check_states(policy, [key for key in step.keys(True, True) if plain_key(as_tuple(key)) not in read])
     following = [next_key(key) for key in read if name_of(key) in states]
     inputs = _named("read", read)
     outputs = _named("written", [*written, *following])
@@ -144,6 +145,19 @@ def reads_of(policy: TensorDictModuleBase) -> list[NestedKey]:
     parents = {key[:length] for key in written for length in range(1, len(key))}
     parents -= {(NEXT,)}
     return [plain_key(as_tuple(key)) for key in module.in_keys if as_tuple(key) not in parents]
+
+
+def check_states(policy: TensorDictModuleBase, written: Iterable[Any]) -> None:
+    """Raise ValueError for a state without a first value: ``key`` is read, ``("next", key)`` is written."""
+    known = {as_tuple(key) for key in recurrent_states(policy)}
+    after = {as_tuple(key) for key in written}
+    for key in reads_of(policy):
+        if next_key(key) in after and as_tuple(key) not in known:
+            raise ValueError(
+                f"policy reads {key!r} and writes {next_key(key)!r}, a state that each step hands to the next one, and "
+                "no part of it says what an episode starts from: give it make_tensordict_primer, a method that returns "
+                "a flatroll.modules.TensorDictPrimer"
+            )
 
 
 def samplers_of(policy: torch.nn.Module) -> list[Any]:
@@ -224,12 +238,22 @@ def _named(what: str, keys: Iterable[Any]) -> Names:
 
 
 def _find_is_init(policy: torch.nn.Module, inputs: Names) -> str | None:
-    """Return the input that resets the states of memories."""
+    """Return the input that resets the states of memories; ValueError for several."""
+    found: list[str] = []
     for part in policy.modules():
         if isinstance(part, MemoryModule):
             keys: Any = part.in_keys
-            if name_of(keys[-1]) in inputs:
-                return name_of(keys[-1])
+            name = name_of(keys[-1])
+            if name in inputs and name not in found:
+                found.append(name)
+
+    if len(found) > 1:
+        raise ValueError(
+            f"memories of the policy must be reset by one entry, got {found[0]!r} and {found[1]!r}: give their in_keys "
+            "the same last key"
+        )
+    if found:
+        return found[0]
     if IS_INIT in inputs:
         return IS_INIT
     return None

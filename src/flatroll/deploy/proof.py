@@ -16,6 +16,7 @@ from flatroll.layout.boundaries import run_starts
 from flatroll.layout.checks import check_dense_tensor, check_rows
 from flatroll.layout.keys import IS_INIT, MASK, NestedKey, as_tuple, marker, require
 from flatroll.layout.tensordict_seam import get_entry
+from flatroll.modules.transformer import TransformerModule
 
 #: Largest difference between the file and the policy: absolute below 1, relative above.
 TOLERANCE = 1e-5
@@ -139,16 +140,59 @@ def flat_rows(batch: TensorDictBase) -> tuple[TensorDictBase, Tensor]:
     return rows, numbers
 
 
+def prove(policy: TensorDictModuleBase, step: Step, rows: Rows, interface: Interface) -> Comparison:
+    """Compare a file with the policy on the rows, and where a ring of a cache would not turn, on a longer run of them.
+
+    Raises:
+        ValueError: they differ, or an output of the policy is not finite; the error names the first row.
+    """
+    compared = compare(policy, step, rows, interface)
+    compared.check()
+
+    slots = max(
+        (part.context or 0 for part in policy.modules() if isinstance(part, TransformerModule)), default=0
+    )
+    runs = rows.starts.cumsum(0)
+    if not slots or int(runs.bincount().max()) > slots:
+        return compared
+
+    longer = compare(policy, step, _one_run(rows, interface, slots + 2), interface)
+    longer.check()
+    differences = {
+        name: torch.cat([column, longer.differences[name]]) for name, column in compared.differences.items()
+    }
+    numbers = torch.cat([compared.numbers, longer.numbers])
+    return Comparison(compared.rows, compared.episodes, differences, numbers)
+
+
+def _one_run(rows: Rows, interface: Interface, count: int) -> Rows:
+    """Return the rows as one run of ``count`` steps, repeated from the first one where they end."""
+    at = torch.arange(count)
+    # one row further in the steps that write to a slot again, so that they never write what is there
+    at = (at + (at >= count - 2).int()) % len(rows.starts)
+
+    begins = torch.zeros(count, dtype=torch.bool)
+    begins[0] = True
+    columns = {name: column[at] for name, column in rows.columns.items()}
+    if interface.is_init is not None:
+        columns[interface.is_init] = begins.view_as(columns[interface.is_init])
+    return Rows(columns, rows.numbers[at], begins, begins)
+
+
 def compare(policy: TensorDictModuleBase, step: Step, rows: Rows, interface: Interface) -> Comparison:
     """Play the rows through the policy and through a file, and compare all outputs.
 
     Runs are played one after the other in lanes, as envs play episodes. So an episode begins with what the one before
     it left in the states, and the first one with noise: a reset that does nothing is seen. Policy and file each carry
     their own states.
+
+    Raises:
+        ValueError: an output of the policy is not finite; the error names the first row.
     """
     judge = _Judge(policy, interface)
     count = len(rows.starts)
     differences = {name: torch.zeros(count) for name in judge.keys}
+    strange = {name: torch.zeros(count, dtype=torch.bool) for name in judge.keys}
 
     own: Entries = {}
     others: Entries = {}
@@ -163,12 +207,31 @@ def compare(policy: TensorDictModuleBase, step: Step, rows: Rows, interface: Int
         found = step({name: (given | others)[name] for name in interface.inputs})
         for name, far in judge.differences(acted, found).items():
             differences[name][at] = torch.maximum(differences[name][at], far)
+        for name, wrong in judge.strange(acted).items():
+            strange[name][at] |= wrong
 
         for state in interface.states:
             after = interface.next_of(state)
             own[state] = get_entry(acted, interface.outputs[after])
             others[state] = found[after]
+
+    _check_finite(strange, rows.numbers)
     return Comparison(count, int(rows.resets.sum()), differences, rows.numbers)
+
+
+def _check_finite(strange: Entries, numbers: Tensor) -> None:
+    """Raise ValueError, naming the first row, if the policy gives a strange number anywhere, ``[N]`` by name."""
+    stacked = torch.stack([*strange.values()])
+    wrong = stacked.any(0)
+    if not bool(wrong.any()):
+        return
+
+    row = int(wrong.nonzero()[0])
+    name = [*strange][int(stacked[:, row].int().argmax())]
+    raise ValueError(
+        f"policy must return finite numbers, got NaN or infinity in {name!r} at row {int(numbers[row])} of batch, the "
+        f"first of {int(wrong.sum())} rows: look for NaN in its weights and in these rows. No file was written"
+    )
 
 
 def _steps(rows: Rows, interface: Interface) -> Iterator[Tensor]:
@@ -246,6 +309,7 @@ class _Judge:
         self.keys: dict[str, NestedKey] = interface.outputs | interface.scores
         self._policy = policy
         self._inputs = interface.inputs
+        self._scores = interface.scores
         self._samplers = samplers_of(policy)
         self._choosers = choosers_of(policy)
 
@@ -258,6 +322,17 @@ class _Judge:
     def differences(self, acted: TensorDictBase, found: Entries) -> Entries:
         """Return the difference of each output and row, float32 ``[E]`` by name."""
         return {name: self._difference(acted, key, found[name]) for name, key in self.keys.items()}
+
+    def strange(self, acted: TensorDictBase) -> Entries:
+        """Return the rows whose numbers are not finite, bool ``[E]`` by name; a score may be that of no option."""
+        found: Entries = {}
+        for name, key in self.keys.items():
+            own: Tensor = get_entry(acted, key)
+            wrong = ~own.isfinite()
+            if name in self._scores:
+                wrong &= ~own.isneginf()
+            found[name] = wrong.reshape(len(own), -1).any(1)
+        return found
 
     def _difference(self, acted: TensorDictBase, key: NestedKey, other: Tensor) -> Tensor:
         own: Tensor = get_entry(acted, key)
