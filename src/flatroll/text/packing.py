@@ -1,7 +1,7 @@
 """Plans of passes over texts: which texts share a row, which share their prompt, and what a plan costs."""
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from math import isqrt
 from typing import Any, NamedTuple
@@ -369,7 +369,7 @@ def _parts(count: int, most: int) -> list[slice]:
 
 def configuration(model: Any) -> Any:
     """What configures a model's reading of texts, also where a wrapper has the model; None if nothing does."""
-    modules = [model]
+    modules: Iterable[Any] = [model]
     if isinstance(model, nn.Module):
         modules = model.modules()
     for module in modules:
