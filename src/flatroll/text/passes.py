@@ -257,11 +257,11 @@ class Passes:
         with torch.no_grad(), evaluating(self.model):
             own = [self._alone(text, wanted, drawn) for text in range(5)]
             found = self._packed(packed, texts, form, wanted, drawn)
-
-        if found is None:
-            return False
-        expected = torch.cat([own[text] for text in texts])
-        return agree(torch.cat(found), expected, own[4][-1] - own[2][-1], self._unit(expected))
+            if found is None:
+                return False
+            expected = [own[text] for text in texts]
+            rounding = self._rounding(expected, texts, wanted, drawn)
+        return agree(torch.cat(found), torch.cat(expected), own[4][-1] - own[2][-1], rounding)
 
     def _confirm(self, form: Form, batch: Batch, wanted: Wanted, tokens: Tensor) -> bool:
         """Whether some texts of a batch have the outputs that each has in a pass of its own."""
@@ -271,24 +271,27 @@ class Passes:
             found = self._packed(packed, texts, form, wanted, tokens)
             if found is None:
                 return False
-            for text, output in zip(texts, found, strict=True):
-                own = self._alone(text, wanted, tokens)
-                if not is_close(output, own, self._unit(own)):
-                    return False
-        return True
+            expected = [self._alone(text, wanted, tokens) for text in texts]
+            rounding = self._rounding(expected, texts, wanted, tokens)
+        return all(is_close(*pair, rounding) for pair in zip(found, expected, strict=True))
 
     def _packed(
         self, batch: Batch, texts: list[int], form: Form, wanted: Wanted, tokens: Tensor
     ) -> list[Tensor] | None:
         """Wanted outputs of some texts of a batch, ``[n, F]`` each; None if the model refuses the form."""
-        layout = lay_out(batch, wanted)
         try:
-            output = self._run(batch, layout, form, wanted, tokens)
+            return self._outputs_of(batch, texts, form, wanted, tokens)
         except torch.OutOfMemoryError:
             raise
         except REFUSALS:
             return None
 
+    def _outputs_of(
+        self, batch: Batch, texts: list[int], form: Form | None, wanted: Wanted, tokens: Tensor
+    ) -> list[Tensor]:
+        """Wanted outputs of some texts of a batch, ``[n, F]`` each."""
+        layout = lay_out(batch, wanted)
+        output = self._run(batch, layout, form, wanted, tokens)
         found = []
         for text in texts:
             length = torch.arange(wanted.first[text], wanted.length[text] + 1)
@@ -300,6 +303,21 @@ class Passes:
         """Wanted outputs ``[n, F]`` of a text in a pass of its own."""
         batch = Batch([[Unit(wanted.length[text], 0, [text])]], wanted.length[text])
         return self._run(batch, lay_out(batch, wanted), None, wanted, tokens)
+
+    def _rounding(self, expected: list[Tensor], texts: list[int], wanted: Wanted, tokens: Tensor) -> float:
+        """How far outputs of texts may be off by rounding, which deep models with large weights make larger.
+
+        A padded batch of the texts, which keeps them apart, shows how much this model does. It is wider than they are,
+        as without padding it could run as a pass of each text does.
+        """
+        longest = max(wanted.length[text] for text in texts)
+        width = min(longest + longest // 8 + 1, max(self._most, longest))
+        rows = [[Unit(wanted.length[text], 0, [text])] for text in texts]
+        padded = Batch(rows, width)
+        found = self._outputs_of(padded, texts, None, wanted, tokens)
+        shown = max(_apart(*pair) for pair in zip(found, expected, strict=True))
+        least = max(rounding_of(output, self._unit(output)) for output in expected)
+        return max(least, 8 * shown)
 
     def _unit(self, outputs: Tensor) -> float:
         """Relative size of a rounding error in the coarsest numbers that the model computes with."""
@@ -402,46 +420,51 @@ class Passes:
             )
 
 
-def agree(found: Tensor, expected: Tensor, reach: Tensor, unit: float | None = None) -> bool | None:
+def agree(found: Tensor, expected: Tensor, reach: Tensor, rounding: float | None = None) -> bool | None:
     """Whether outputs are the expected ones to rounding.
 
     Args:
         found: outputs ``[*B, F]``.
         expected: of the same shape.
         reach: how far outputs are apart if other tokens come before the same ones, of any shape.
-        unit: relative size of a rounding error. Default: that of the outputs' type.
+        rounding: how far they may be off by rounding. Default: by the outputs' type and size.
 
     Returns:
         None if the reach is too little to tell a wrong pass from rounding.
     """
-    rounding = _rounding(expected, unit)
+    if rounding is None:
+        rounding = rounding_of(expected)
     usual = reach[reach.abs() <= 2 * LARGEST_LOGIT]
     if expected.shape[-1] == 1:
         usual = reach
     if not usual.numel() or float(usual.abs().max()) <= 2 * rounding:
         return None
-    return is_close(found, expected, unit)
+    return is_close(found, expected, rounding)
 
 
-def is_close(found: Tensor, expected: Tensor, unit: float | None = None) -> bool:
+def is_close(found: Tensor, expected: Tensor, rounding: float) -> bool:
     """Whether outputs ``[*B, F]`` differ by rounding alone, logits of tokens that are never drawn left out."""
-    usual = _usual(expected)
-    if not bool(usual.any()):
-        return True
-    apart = (found.to(expected.device) - expected)[usual].abs().max()
-    return float(apart) <= _rounding(expected, unit)
+    return _apart(found, expected) <= rounding
 
 
-def _rounding(outputs: Tensor, unit: float | None) -> float:
-    """How far outputs may be off by rounding."""
+def rounding_of(outputs: Tensor, unit: float | None = None) -> float:
+    """How far outputs ``[*B, F]`` may be off by rounding, of relative size ``unit`` or that of their type."""
     some = outputs[_usual(outputs)]
     if not some.numel():
-        return float("inf")
+        return 0.0
     if unit is None:
         unit = torch.finfo(outputs.dtype).eps
     # Sums are kept in floats of 32 bits; with shorter numbers, few steps round in those.
     steps = 32 if unit < 1e-4 else 8
     return steps * unit * float(some.abs().max())
+
+
+def _apart(found: Tensor, expected: Tensor) -> float:
+    """How far outputs ``[*B, F]`` are apart at most, logits of tokens that are never drawn left out."""
+    usual = _usual(expected)
+    if not bool(usual.any()):
+        return 0.0
+    return float((found.to(expected.device) - expected)[usual].abs().max())
 
 
 def _usual(outputs: Tensor) -> Tensor:
