@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import signature
+from math import isfinite
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -317,7 +318,9 @@ class Passes:
         found = self._outputs_of(padded, texts, None, wanted, tokens)
         shown = max(_apart(*pair) for pair in zip(found, expected, strict=True))
         least = max(rounding_of(output, self._unit(output)) for output in expected)
-        return max(least, 8 * shown)
+        if not isfinite(shown):
+            return least
+        return max(least, min(8 * shown, 100 * least))
 
     def _unit(self, outputs: Tensor) -> float:
         """Relative size of a rounding error in the coarsest numbers that the model computes with."""
