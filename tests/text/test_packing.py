@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.peers import trl_grpo
+from flatroll.text import packing
 from flatroll.text.packing import Batch, Costs, Unit, Wanted, fill, lay_out, plan
 
 COSTS = Costs(token=1000.0, pair=1.0, output=300.0, call=100.0)
@@ -104,3 +105,24 @@ def test_the_comparison_says_that_its_peer_is_absent(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert trl_grpo.main([]) == 0
     assert "skipped: trl is not installed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("row_length", [None, 10_000])
+def test_masks_are_capped(monkeypatch: pytest.MonkeyPatch, row_length: int | None) -> None:
+    """Also where all rows are one batch, and where one prompt has many answers."""
+    cap = 300**2
+    monkeypatch.setattr(packing, "MASK_ENTRIES", cap)
+    costs = Costs(token=1e6, pair=1.0, output=0.0, call=1e9)
+    for groups in ([(100, [(110, 110)] * 8)] * 12, [(100, [(130, 130)] * 100)], [(290, [(310, 310)] * 9)]):
+        wanted = make(groups)
+        batches = plan(wanted, costs, trees=True, packs=True, row_length=row_length)
+        masks = [batch for batch in batches if batch.trees]
+        assert all(len(batch.rows) * batch.width**2 <= cap for batch in masks)
+        assert masks or groups[0][0] == 290
+        texts = sorted(text for batch in batches for text in lay_out(batch, wanted).text)
+        assert texts == list(range(len(wanted.length)))
+
+
+def test_a_row_length_of_0_shares_nothing() -> None:
+    wanted = make([(200, [(230, 230)] * 8), (10, [(20, 20)] * 3)])
+    assert all(batch.plain for batch in plan(wanted, COSTS, trees=True, packs=True, row_length=0))

@@ -108,6 +108,13 @@ def check_equal(model: Any, module: TextModule, sequences: Sequences, batch: Ten
         torch.testing.assert_close(one, two, atol=1e-5 * scale, rtol=1e-5)
 
 
+def settle(module: TextModule, batch: TensorDict) -> None:
+    """Run two passes, after which the third asks nothing of the model."""
+    with torch.no_grad():
+        for _ in range(2):
+            module(batch.clone())
+
+
 class Shapes:
     """Shapes of the tokens that a model is called with."""
 
@@ -134,11 +141,11 @@ def test_packed_texts_equal_separate_passes(kind: Any, attention: str, row_lengt
     module = TextModule(model, sequences, row_length=row_length)
     shapes = Shapes(model)
     check_equal(model, module, sequences, batch)
-    shapes.seen.clear()
+    settle(module, batch)
     module(batch.clone())
     if row_length == 10_000:
         # One flat sequence, with positions alone; the last token of a text predicts nothing.
-        assert shapes.seen == [(1, sum([1, 5, 3, 9, 2, 14]) + 6 * 10)]
+        assert shapes.seen[-1] == (1, sum([1, 5, 3, 9, 2, 14]) + 6 * 10)
         assert shapes.named[-1].isdisjoint({"attention_mask"})
 
 
@@ -160,6 +167,7 @@ def test_a_critic_reads_packed_texts() -> None:
     module = TextModule(critic, sequences, "state_value")
     shapes = Shapes(critic)
     check_equal(critic, module, sequences, batch)
+    module(batch.clone())
     shapes.seen.clear()
     assert module(batch.clone())["state_value"].shape == (len(batch), 1)
     assert sum(rows * width for rows, width in shapes.seen) < 3 * 49
@@ -184,7 +192,7 @@ def test_eight_answers_run_their_prompt_once() -> None:
     alone, _ = make_texts([256], [64] * 8, share=False)
     module = TextModule(model, sequences)
     shapes = Shapes(model)
-    module(batch.clone())
+    settle(module, batch)
     shapes.seen.clear()
     logits = module(batch.clone())["logits"]
     assert shapes.seen == [(1, 256 + 8 * 63)]
@@ -293,7 +301,7 @@ def test_a_model_gets_the_masks_that_it_takes(kind: Any) -> None:
     assert (1, 40 + 1 + 8 + 3) in shapes.seen
 
 
-def test_a_model_is_compared_once_and_without_dropout() -> None:
+def test_a_model_is_compared_at_few_passes_and_without_dropout() -> None:
     model = gpt2(resid_pdrop=0.5, attn_pdrop=0.5).train()
     sequences, batch = make_texts([40], [4, 9, 4])
     module = TextModule(model, sequences)
@@ -302,8 +310,14 @@ def test_a_model_is_compared_once_and_without_dropout() -> None:
     assert model.training and model.transformer.h[0].training
     compared = len(shapes.seen)
     assert compared > 1
-    module(batch.clone())
-    assert len(shapes.seen) == compared + 1
+    asked = []
+    for number in range(2, 20):
+        before = len(shapes.seen)
+        module(batch.clone())
+        if len(shapes.seen) > before + 1:
+            asked.append(number)
+    assert asked == [2, 4, 8, 16]
+    assert model.training and model.transformer.h[0].training
 
 
 def test_a_model_that_does_not_look_back_yet_is_asked_again() -> None:
@@ -320,6 +334,9 @@ def test_a_model_that_does_not_look_back_yet_is_asked_again() -> None:
     assert shapes.seen[-1] == (3, 48)  # padded
     check_equal(model, module, sequences, batch)
     model.load_state_dict(weights)
+    before = len(shapes.seen)
+    module(batch.clone())
+    assert shapes.seen[before:] == [(3, 48)]  # the third pass, which does not ask
     module(batch.clone())
     assert shapes.seen[-1] == (1, 40 + 3 * 8)
 
@@ -558,3 +575,237 @@ def test_log_ratios_do_not_depend_on_how_texts_are_run(
         found = planted.generate(some)
     for one, two in zip(found, expected, strict=True):
         torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-5)
+
+
+# What a comparison sees
+
+
+class Carrying(Masked):
+    """Passes a little of each token on to the tokens behind it in the row, as a state would."""
+
+    refused = torch.complex64
+    much = 1e-3
+
+    def forward(self, input_ids: Tensor, **others: Any) -> Any:  # type: ignore[override]
+        logits = Masked.forward(self, input_ids, **others).logits
+        return SimpleNamespace(logits=logits + self.much * (logits.cumsum(1) - logits))
+
+
+def lfm2() -> Any:
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = SIZE | {"intermediate_size": 32, "num_key_value_heads": 2, "max_position_embeddings": 64} | ENDS
+    return Lfm2ForCausalLM(Lfm2Config(**sizes, layer_types=["conv", "full_attention"])).eval()
+
+
+def mamba() -> Any:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    torch.manual_seed(0)
+    return MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, **ENDS)).eval()
+
+
+def jamba() -> Any:
+    from transformers import JambaConfig, JambaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = SIZE | {"intermediate_size": 32, "num_key_value_heads": 2, "mamba_d_state": 4} | ENDS
+    layers: dict[str, Any] = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 4}
+    return JambaForCausalLM(JambaConfig(**sizes, **layers, use_mamba_kernels=False)).eval()
+
+
+@pytest.mark.parametrize("kind", [lfm2, mamba, jamba])
+def test_models_with_states_are_never_packed(kind: Any) -> None:
+    model = kind()
+    sequences, batch = make_texts([30, 3, 12], [2, 9, 4])
+    module = TextModule(model, sequences)
+    with pytest.warns(UserWarning, match=f"{type(model).__name__} .* the texts of a packed pass"):
+        found = module(batch.clone())["logits"]
+    scale = float(found.detach().abs().max())
+    torch.testing.assert_close(found, separate(model, sequences, batch), atol=2e-6 * scale, rtol=0)
+
+
+def test_a_small_leak_is_no_rounding() -> None:
+    model = Carrying(gpt2())
+    model.much = 1e-5
+    sequences, batch = make_texts([30, 3, 12], [2, 9, 4], share=False)
+    with pytest.warns(UserWarning, match="Carrying does not keep the texts"):
+        TextModule(model, sequences)(batch)
+
+
+class Growing(Carrying):
+    """Passes nothing on before its weights have grown."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.gain = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, input_ids: Tensor, **others: Any) -> Any:  # type: ignore[override]
+        self.much = 1e-3 * max(float(self.gain.detach()) - 1, 0.0)
+        return super().forward(input_ids, **others)
+
+
+def test_a_model_that_leaks_only_after_its_weights_grew_is_found() -> None:
+    model = Growing(gpt2(resid_pdrop=0.5))
+    sequences, batch = make_texts([30, 3, 12], [2, 9, 4])
+    module = TextModule(model, sequences)
+    shapes = Shapes(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module(batch.clone())
+    assert shapes.seen[-1][1] > 39  # packed
+
+    with torch.no_grad():
+        model.gain.mul_(10)
+    model.train()
+    with pytest.warns(UserWarning, match="Growing does not keep the texts"):
+        module(batch.clone())
+    assert model.training and shapes.seen[-1][1] <= 39
+    check_equal(model.eval(), module, sequences, batch)
+
+
+class Wrapper(nn.Module):
+    """Has a model and no configuration, as DistributedDataParallel."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.module = model
+
+    def forward(self, input_ids: Tensor, use_cache: Any = None, **inputs: Any) -> Any:
+        return self.module(input_ids, use_cache=use_cache, **inputs)
+
+
+class Bare(Wrapper):
+    """Hides the configuration of its model."""
+
+    def __init__(self, model: Any) -> None:
+        nn.Module.__init__(self)
+        self.hidden = [model]
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    @property
+    def module(self) -> Any:
+        return self.hidden[0]
+
+
+def nested() -> Any:
+    """A model whose configuration has the windows of its layers in a part."""
+    model = mistral()
+    whole = Wrapper(model)
+    part = model.config
+    part.vocab_size = 40
+    whole.config = SimpleNamespace(get_text_config=lambda: part)  # type: ignore[assignment]
+    return whole
+
+
+@pytest.mark.parametrize("make", [nested, lambda: Wrapper(mistral()), lambda: Bare(mistral())])
+def test_windows_of_wrapped_models_are_kept(make: Any) -> None:
+    model = make()
+    sequences, batch = make_texts([30, 20], [6, 9, 3])
+    for row_length in (None, 10_000):
+        module = TextModule(model, sequences, row_length=row_length)
+        shapes = Shapes(model)
+        torch.testing.assert_close(
+            module(batch.clone())["logits"], separate(model, sequences, batch), atol=1e-5, rtol=1e-5
+        )
+        four = [named for named in shapes.named if "position_ids" in named and "attention_mask" in named]
+        assert not four  # no mask for all layers
+
+
+def test_a_nested_configuration_says_how_long_texts_may_be() -> None:
+    sequences, batch = make_texts([60, 2], [8])
+    with pytest.raises(ValueError, match="max_position_embeddings=64"):
+        TextModule(Wrapper(llama()), sequences)(batch)
+
+
+class Windowed(Masked):
+    """Sees no more than 20 tokens back in packed rows, which texts of 7 tokens do not show."""
+
+    refused = torch.complex64
+
+    def forward(self, input_ids: Tensor, attention_mask: Any = None, **others: Any) -> Any:  # type: ignore[override]
+        if attention_mask is not None and attention_mask.ndim == 4:
+            width = input_ids.shape[1]
+            near = torch.ones(width, width, dtype=torch.bool).triu(-20)
+            lowest = torch.finfo(torch.float32).min
+            if attention_mask.dtype is torch.bool:
+                attention_mask = attention_mask & near
+            else:
+                attention_mask = attention_mask.masked_fill(~near, lowest)
+        return Masked.forward(self, input_ids, attention_mask, **others)
+
+
+def test_the_first_comparison_reads_texts_of_the_batch() -> None:
+    model = Windowed(gpt2())
+    sequences, batch = make_texts([40], [9, 9, 9])
+    module = TextModule(model, sequences)
+    with pytest.warns(UserWarning, match="Windowed does not keep"):
+        found = module(batch.clone())["logits"]
+    torch.testing.assert_close(found, separate(model, sequences, batch), atol=1e-5, rtol=1e-5)
+
+
+class Banning(Masked):
+    """Gives some tokens no chance."""
+
+    refused = torch.complex64
+    lowest = -float("inf")
+
+    def forward(self, input_ids: Tensor, **others: Any) -> Any:  # type: ignore[override]
+        logits = Masked.forward(self, input_ids, **others).logits
+        return SimpleNamespace(logits=logits.index_fill(-1, torch.tensor([3, 38]), self.lowest))
+
+
+@pytest.mark.parametrize("lowest", [-float("inf"), torch.finfo(torch.float32).min, -1e9])
+def test_banned_tokens_are_no_fault(lowest: float) -> None:
+    model = Banning(gpt2())
+    model.lowest = lowest
+    shapes = Shapes(model)
+    sequences, batch = make_texts([40], [9, 9, 9])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        TextModule(model, sequences)(batch)
+    assert shapes.seen[-1] == (1, 40 + 3 * 8)
+
+
+def test_a_leak_beside_banned_tokens_is_found() -> None:
+    model = Banning(Mixing(gpt2()))
+    sequences, batch = make_texts([40], [9, 9, 9])
+    with pytest.warns(UserWarning, match="Banning does not keep"):
+        TextModule(model, sequences)(batch)
+
+
+def test_a_row_length_of_0_pads_all_texts() -> None:
+    model = gpt2()
+    shapes = Shapes(model)
+    sequences, batch = make_texts([40, 3], [9, 9, 9])
+    module = TextModule(model, sequences, row_length=0)
+    module(batch.clone())
+    assert sorted(shapes.seen) == [(3, 11), (3, 48)]
+    assert all("position_ids" not in named for named in shapes.named)
+    check_equal(model, module, sequences, batch)
+
+
+def test_attention_by_cumulative_lengths_takes_no_row_length() -> None:
+    model = Mixing(gpt2())
+    model.config = SimpleNamespace(_attn_implementation="flash_attention_2", vocab_size=40)
+    sequences, batch = make_texts([9, 9], [2, 4])
+    with pytest.raises(ValueError, match="leave row_length out"):
+        TextModule(model, sequences, row_length=64)(batch)
+    TextModule(model, sequences, row_length=0)(batch)
+
+
+def test_what_cannot_be_told_is_asked_at_few_passes() -> None:
+    critic = make_critic()
+    with torch.no_grad():
+        critic.classifier.weight.zero_()
+    sequences, batch = make_texts([40], [9, 9, 9])
+    module = TextModule(critic, sequences, "state_value")
+    shapes = Shapes(critic)
+    asked = []
+    for number in range(1, 10):
+        before = len(shapes.seen)
+        module(batch.clone())
+        if len(shapes.seen) > before + 1:
+            asked.append(number)
+    assert asked == [1, 2, 4, 8]

@@ -1,22 +1,32 @@
 """Plans of passes over texts: which texts share a row, which share their prompt, and what a plan costs."""
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
+from math import isqrt
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 #: Rows of several texts are at most this long where attention costs the square of a row's length.
 ROW_LENGTHS = (128, 256)
 #: Rows of one batch differ in length by at most this factor.
 TOLERANCE = 1.25
-#: Entries of the masks of one batch, unless one row has more: kernels copy a mask as floats.
+#: Entries of the masks of one batch: kernels copy a mask as floats.
 MASK_ENTRIES = 2**25
 #: Prompts are run once for at most so many answers in one row, besides for all of them.
 ANSWERS = (16, 8, 4, 2)
+#: What a configuration of a model has, at least one of them.
+CONFIGURED = (
+    "get_text_config",
+    "vocab_size",
+    "hidden_size",
+    "max_position_embeddings",
+    "layer_types",
+    "_attn_implementation",
+)
 
 
 class Texts(NamedTuple):
@@ -118,11 +128,11 @@ class Costs(NamedTuple):
         """Costs of a model by its configuration.
 
         Args:
-            model: of transformers.
+            model: of transformers, or a wrapper of one.
             outputs: numbers that it gives at a position, F.
             keeps: whether it can leave out positions of its output.
         """
-        config = getattr(model, "config", None)
+        config = configuration(model)
         hidden = size_of(config, "hidden_size", 512)
         layers = size_of(config, "num_hidden_layers", 2)
 
@@ -162,17 +172,23 @@ def plan(
         costs: of the model.
         trees: whether prompts may be run once.
         packs: whether texts may share a row.
-        row_length: tokens up to which texts share a row. Default: what costs least.
+        row_length: tokens up to which texts share a row; 0 for a row for each text, with its prompt. Default: what
+            costs least.
     """
+    if row_length == 0:
+        trees = False
+        packs = False
     units = [Unit(length, 0, [text]) for text, length in enumerate(wanted.length)]
     alike = min(wanted.length) * TOLERANCE >= max(wanted.length)
     if trees:
         units = share_prompts(wanted, costs)
 
     if row_length is not None:
+        if any(len(unit.texts) > 1 for unit in units):
+            row_length = min(row_length, isqrt(MASK_ENTRIES))
         return into_batches(into_rows(units, row_length if packs else 0), TOLERANCE)
 
-    padded = [Batch([[unit] for unit in units], max(unit.size for unit in units))]
+    padded = pad(units)
     if alike and len(units) == len(wanted.length):
         return padded
 
@@ -192,9 +208,15 @@ def share_prompts(wanted: Wanted, costs: Costs) -> list[Unit]:
 
         best = 1
         if prompt and len(texts) > 1:
-            sizes = [len(texts), *(size for size in ANSWERS if size < len(texts)), 1]
+            sizes = [len(texts), *(size for size in ANSWERS if size < len(texts))]
+            widest = isqrt(MASK_ENTRIES)
+            narrow = [
+                size
+                for size in sizes
+                if all(prompt + sum(own[part]) <= widest for part in _parts(len(own), size))
+            ]
             best = min(
-                sizes,
+                [*narrow, 1],
                 key=lambda size: sum(costs.of_tree(prompt, own[part]) for part in _parts(len(own), size)),
             )
 
@@ -205,6 +227,18 @@ def share_prompts(wanted: Wanted, costs: Costs) -> list[Unit]:
             else:
                 units.append(Unit(prompt + sum(own[part]), prompt, some))
     return units
+
+
+def pad(units: list[Unit]) -> list[Batch]:
+    """Put units into one batch of a row for each, or into several where their masks would be too large."""
+    whole = Batch([[unit] for unit in units], max(unit.size for unit in units))
+    if whole.plain:
+        return [whole]
+
+    rows = sorted(whole.rows, key=lambda row: -row[0].size)
+    most = max(MASK_ENTRIES // whole.width**2, 1)
+    parts = [rows[first : first + most] for first in range(0, len(rows), most)]
+    return [Batch(part, part[0][0].size) for part in parts]
 
 
 def into_rows(units: list[Unit], row_length: int) -> list[list[Unit]]:
@@ -331,6 +365,29 @@ def _parts(count: int, most: int) -> list[slice]:
     parts = -(-count // most)
     bounds = [count * part // parts for part in range(parts + 1)]
     return [slice(*pair) for pair in pairwise(bounds)]
+
+
+def configuration(model: Any) -> Any:
+    """What configures a model's reading of texts, also where a wrapper has the model; None if nothing does."""
+    modules: Iterable[Any] = [model]
+    if isinstance(model, nn.Module):
+        modules = model.modules()
+    for module in modules:
+        config = getattr(module, "config", None)
+        if any(hasattr(config, name) for name in CONFIGURED):
+            return _of_texts(config)
+    return None
+
+
+def _of_texts(config: Any) -> Any:
+    """The part of a configuration that is about texts: one of texts and images has it nested."""
+    find = getattr(config, "get_text_config", None)
+    if find is None:
+        return config
+    try:
+        return find()
+    except ValueError:  # of several parts none is the one
+        return config
 
 
 def size_of(config: Any, name: str, default: int) -> int:
