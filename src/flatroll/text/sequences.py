@@ -310,8 +310,9 @@ class TextModule(TensorDictModuleBase):
     and see it all. How texts are laid out is chosen by what it costs for their lengths and the model's size; texts of
     equal length that share nothing are one batch.
 
-    Whether a model keeps texts of a packed pass apart is found out by a comparison with separate passes, the first time
-    one is wanted. A model that does not gets texts padded on the right, and a warning names it.
+    Whether a model keeps texts of a packed pass apart is found out by a comparison with separate passes, at the first
+    one and, as weights change, at passes 2, 4, 8 and so on. A model that does not gets texts padded on the right, and a
+    warning names it.
 
     Args:
         model: a model of transformers whose output has ``logits`` ``[K, L, F]``: a causal language model, or, for
@@ -320,8 +321,9 @@ class TextModule(TensorDictModuleBase):
         out_key: entry for the output ``[N, F]``. Default: ``"logits"``; for values ``"state_value"``.
         in_key: entry ``[N, 2]`` with the number of a sequence and how many of its tokens are known. Default:
             ``"observation"``.
-        row_length: tokens up to which texts share a row of a pass; 0 for none. Default: None, what costs least, or one
-            flat row of all texts where attention takes cumulative lengths (flash attention).
+        row_length: tokens up to which texts share a row of a pass; 0 pads each text, and runs prompts once for each
+            answer. Default: None, what costs least, or one flat row of all texts where attention takes cumulative
+            lengths (flash attention, for which another length is a ValueError).
 
     Raises:
         KeyError: a row's sequence is not in the table.
