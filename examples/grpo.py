@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flatroll.estimators import ClipPPOLoss, GroupAdvantage
 from flatroll.examples.common import parse
-from flatroll.examples.text.runs import TextRun, make_actor, make_model
+from flatroll.examples.text_runs import TextRun, make_actor, make_model
 from flatroll.text import PromptData, RolloutFromModel
 
 OPTIONS = {

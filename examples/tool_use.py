@@ -15,7 +15,7 @@ from torch.distributions import Categorical
 
 from flatroll.estimators import GAE, ClipPPOLoss
 from flatroll.examples.common import parse
-from flatroll.examples.text.runs import TextRun, make_actor, make_model
+from flatroll.examples.text_runs import TextRun, make_actor, make_model
 from flatroll.text import Sequences, TextModule, rows_of_texts
 
 OPTIONS = {

@@ -26,6 +26,7 @@ LINKED = (
     "examples",
 )  # folders at the root that the package reaches by links
 SHIPPED_EXAMPLES = {"__init__.py", "common.py", "last_action.py", "report.py"}  # what the programs import
+SHIPPED_EXAMPLES |= {"memory_tasks.py", "text_runs.py"}
 SHIPPED_EXAMPLES.add("curves.py")  # and what draws their runs
 SHIPPED_EXAMPLES |= {f"{name}.py" for name in programs()}  # what `flatroll run` and `flatroll demo` run
 
@@ -183,7 +184,7 @@ def test_the_installed_wheel_imports_and_collects_in_another_directory(
     rooms = sorted(
         Path(name).parent.as_posix().replace("/", ".") for name in package_files() if is_room(name)
     )
-    assert len(rooms) == 15  # 14 rooms and the examples
+    assert len(rooms) == 16  # 15 rooms and the examples
     smoke = """
 import flatroll
 from flatroll.layout import audit

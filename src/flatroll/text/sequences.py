@@ -367,6 +367,10 @@ class TextModule(TensorDictModuleBase):
                 f"batch[{self._in_key!r}] must be int64 of shape {[*batch.batch_size, 2]}, got {as_text(observation)}"
             )
 
+        check_dense_tensor(f"batch[{self._in_key!r}]", observation)
+        if observation.is_meta:
+            raise ValueError(f"batch[{self._in_key!r}] must have values, got {as_text(observation)}")
+
         number, length = observation.reshape(-1, 2).unbind(1)
         distinct, sequence = torch.unique(number, return_inverse=True)
         texts, known = self.sequences.texts(distinct)
