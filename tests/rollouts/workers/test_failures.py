@@ -15,7 +15,7 @@ from worker_envs import Faulty, Once, Seeded, dies, falls, hangs, is_odd, stop_h
 
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer
 from flatroll.rollouts import MultiAsyncCollector, MultiCollector, MultiSyncCollector
-from flatroll.rollouts.workers.team import Member, Team
+from flatroll.rollouts.workers.team import Event, Member, Team
 from flatroll.sharing import Nursery, WorkerDied, WorkerTraceback
 
 pytestmark = pytest.mark.usefixtures("transport")
@@ -222,6 +222,21 @@ def test_a_worker_that_waits_for_a_slow_learner_is_not_overdue(
                     team.drain([member])  # until its next window is here
                 member.since -= 1000  # so slow is the learner
         assert collector.stats()["failures"] == 0
+
+
+def test_what_a_failed_call_has_received_is_returned_without_a_wait(
+    nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with MultiCollector([Seeded] * 2, frames_per_batch=4, step_timeout=300, nursery=nursery) as collector:
+        supply: Any = collector._supply
+        team = supply.gatherer.team
+        waits: list[float | None] = []
+        monkeypatch.setattr(team.transport, "wait", lambda links, timeout, wake=None: waits.append(timeout))
+
+        event = Event(team.members[0])
+        team.arrived.append(event)
+        assert team.events(team.members) == [event]
+        assert waits == [0.0]
 
 
 def test_kills_with_replacement(nursery: Nursery) -> None:

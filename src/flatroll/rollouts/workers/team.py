@@ -215,7 +215,9 @@ class Team:
         """
         waiting = list(dict.fromkeys(waiting))  # a member may have requests for several windows
         while True:
-            if timeout is None:
+            if self.arrived:
+                seconds = 0.0  # a call that ended in an error has left them
+            elif timeout is None:
                 seconds = self._time_left(waiting)
             else:
                 seconds = timeout
