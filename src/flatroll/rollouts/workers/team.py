@@ -215,12 +215,11 @@ class Team:
         """
         waiting = list(dict.fromkeys(waiting))  # a member may have requests for several windows
         while True:
+            seconds = timeout
             if self.arrived:
                 seconds = 0.0  # a call that ended in an error has left them
             elif timeout is None:
                 seconds = self._time_left(waiting)
-            else:
-                seconds = timeout
             self._listen(waiting, seconds, wake)
 
             if self.arrived or timeout is not None or (wake is not None and wake.is_set()):
