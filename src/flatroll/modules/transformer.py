@@ -390,7 +390,9 @@ class TransformerModule(MemoryModule):
         way_out = "windows must come in the order in which they were collected, with the caches of the window before"
         if len(cache) != len(runs):
             raise ValueError(
-                f"{len(runs)} runs of the batch begin inside an episode, got caches for {len(cache)}: {way_out}"
+                f"{len(runs)} runs of the batch begin inside an episode, got caches for {len(cache)}: {way_out}. "
+                "Nor may a loss or an estimator be called within begin_from that runs the module on other rows, such as "
+                "next observations or a minibatch"
             )
         self._check_cache(cache, caches[steps_key], len(runs))
 
