@@ -706,12 +706,13 @@ def _with_unknown(batch: TensorDictBase, at: Boundaries, *, refuse: bool) -> Bou
     unknown = ~marker(batch, NEXT_KNOWN) & at.bootstrapped
     if refuse and bool(unknown.any()):
         rows = unknown.reshape(-1).nonzero().squeeze(-1)
-        ended = "truncated" if at.crossed is None else "last"
+        hidden = f"{len(rows)} truncated rows (the first is row {int(rows[0])})"
+        if at.crossed is not None:  # at the last row of an env terminated ones count, too
+            hidden = f"{len(rows)} ended rows (the first is row {int(rows[0])})"
         raise ValueError(
-            f"the env hid the final observation of {len(rows)} {ended} rows (the first is row "
-            f"{int(rows[0])}), so their next value is unknown: choose bootstrap_missing='current' (the "
-            "value of the row's own observation) or 'mask' (leave the rows out), or collect from an env "
-            "that reports final observations"
+            f"the env hid the final observation of {hidden}, so their next value is unknown: choose "
+            "bootstrap_missing='current' (the value of the row's own observation) or 'mask' (leave the rows out), or "
+            "collect from an env that reports final observations"
         )
 
     return replace(at, unknown=unknown)

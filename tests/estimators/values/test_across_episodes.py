@@ -258,7 +258,7 @@ def test_a_hidden_last_observation_is_not_needed_where_the_next_episode_follows(
 
     assert bool((done & last_of_env).any())
     batch["collector", "next_known"] = ~done
-    with pytest.raises(ValueError, match=r"hid the final observation of 2 last rows"):
+    with pytest.raises(ValueError, match=r"hid the final observation of 2 ended rows"):
         gae(batch)
 
 
