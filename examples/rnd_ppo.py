@@ -97,18 +97,17 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     """Train, resume where there is a checkpoint, evaluate; return the result."""
     torch.manual_seed(args.seed)
     env = RewardSum(make_env(args.env, args.num_envs, args.seed))
-    policy = actor(env, norm=False, device=args.device)
-    value = critic(env, norm=False, device=args.device)
-    inner = critic(env, norm=False, out_key="intrinsic_value", device=args.device)
+    options: Any = {"norm": False, "device": args.device}
+    policy, value = actor(env, **options), critic(env, **options)
+    inner = critic(env, out_key="intrinsic_value", **options)
     rnd = RND(env, gamma=args.intrinsic_gamma, proportion=args.proportion).to(args.device)
 
     gae = GAE(gamma=args.gamma, lmbda=args.lmbda, value_network=value)
-    names: Any = {"advantage_key": "intrinsic_advantage", "value_target_key": "intrinsic_target"}
-    names |= {"value_key": "intrinsic_value", "episodic": False}
-    inner_gae = GAE(gamma=args.intrinsic_gamma, lmbda=args.lmbda, value_network=inner, **names)
-    inner_gae.set_keys(reward="intrinsic_reward")
+    inner_gae = GAE(gamma=args.intrinsic_gamma, lmbda=args.lmbda, value_network=inner, episodic=False)
+    inner_gae.set_keys(reward="intrinsic_reward", value="intrinsic_value")
+    inner_gae.set_keys(advantage="intrinsic_advantage", value_target="intrinsic_target")
 
-    options: Any = {"clip_epsilon": args.clip, "entropy_coeff": args.entropy, "critic_coeff": 0.5}
+    options = {"clip_epsilon": args.clip, "entropy_coeff": args.entropy, "critic_coeff": 0.5}
     ppo = ClipPPOLoss(policy, value, normalize_advantage=True, diagnostics=False, **options)
     loss = TwoHeadsLoss(ppo, inner, rnd)
     optimizer = torch.optim.Adam(loss.parameters(), lr=args.lr, eps=1e-5, fused=True)
@@ -132,7 +131,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             args.extrinsic * batch["advantage"] + args.intrinsic * batch["intrinsic_advantage"]
         )
         losses = step.epochs(batch, epochs=args.epochs, minibatch=-(-rows // args.minibatches))[-1]
-        stop = run.note(batch, frames, bonus=batch["next", "intrinsic_reward"].mean(), **losses)
+        bonus = batch["next", "intrinsic_reward"].mean()
+        stop = run.note(batch, frames, lr=args.lr, bonus=bonus, **losses)
         run.save(frames, rows, now=stop or frames == total)
         if stop:
             break
