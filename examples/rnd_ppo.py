@@ -33,7 +33,6 @@ OPTIONS = {
     "extrinsic": (2.0, "weight of the advantages of the env's rewards"),
     "intrinsic": (1.0, "weight of the advantages of new observations; 0: without RND"),
     "proportion": (0.5, "share of the rows that the predictor learns from"),
-    "clip": (0.2, "clipping range of probability ratios"),
     "entropy": (0.01, "weight of the entropy"),
     "max_grad_norm": (0.5, "maximum norm of the gradients"),
     "film": None,
@@ -82,7 +81,9 @@ class TwoHeadsLoss(LossModule):
 
     def __init__(self, ppo: ClipPPOLoss, inner: Any, rnd: RND) -> None:
         super().__init__()
-        self.ppo, self.inner, self.rnd = ppo, inner, rnd
+        self.ppo = ppo
+        self.inner = inner
+        self.rnd = rnd
         self.in_keys = [*ppo.in_keys, *rnd.in_keys, "intrinsic_target"]
 
     def forward(self, batch: TensorDictBase) -> TensorDict:
@@ -98,7 +99,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(args.seed)
     env = RewardSum(make_env(args.env, args.num_envs, args.seed))
     options: Any = {"norm": False, "device": args.device}
-    policy, value = actor(env, **options), critic(env, **options)
+    policy = actor(env, **options)
+    value = critic(env, **options)
     inner = critic(env, out_key="intrinsic_value", **options)
     rnd = RND(env, gamma=args.intrinsic_gamma, proportion=args.proportion).to(args.device)
 
@@ -107,7 +109,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     inner_gae.set_keys(reward="intrinsic_reward", value="intrinsic_value")
     inner_gae.set_keys(advantage="intrinsic_advantage", value_target="intrinsic_target")
 
-    options = {"clip_epsilon": args.clip, "entropy_coeff": args.entropy, "critic_coeff": 0.5}
+    options = {"entropy_coeff": args.entropy, "critic_coeff": 0.5}
     ppo = ClipPPOLoss(policy, value, normalize_advantage=True, diagnostics=False, **options)
     loss = TwoHeadsLoss(ppo, inner, rnd)
     optimizer = torch.optim.Adam(loss.parameters(), lr=args.lr, eps=1e-5, fused=True)
@@ -127,12 +129,10 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         frames = collector.frames
         rnd.update(batch)
         inner_gae(gae(batch))
-        batch["advantage"] = (
-            args.extrinsic * batch["advantage"] + args.intrinsic * batch["intrinsic_advantage"]
-        )
+        extrinsic = args.extrinsic * batch["advantage"]
+        batch["advantage"] = extrinsic + args.intrinsic * batch["intrinsic_advantage"]
         losses = step.epochs(batch, epochs=args.epochs, minibatch=-(-rows // args.minibatches))[-1]
-        bonus = batch["next", "intrinsic_reward"].mean()
-        stop = run.note(batch, frames, lr=args.lr, bonus=bonus, **losses)
+        stop = run.note(batch, frames, lr=args.lr, **losses)
         run.save(frames, rows, now=stop or frames == total)
         if stop:
             break
