@@ -3,7 +3,7 @@
 ``python docs/make_pictures.py first`` draws only the learning curves of the README's script and the tree of a
 search, with ``tree`` only the latter, with ``text`` those of text rollouts and of language models (a few minutes), with
 ``workers`` who owns what, with ``offline`` the curve of offline learning, over three seeds, with ``recall`` those of a
-transformer and a GRU that have to remember for 100 steps.
+transformer and a GRU that have to remember for 100 steps, with ``exploration`` those of PPO with and without RND.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from flatroll.examples import grpo, memory_ppo, offline_iql, report, tool_use
+from flatroll.examples import grpo, memory_ppo, offline_iql, report, rnd_ppo, tool_use
 from flatroll.examples.curves import draw, find_logs, over_seeds
 from flatroll.examples.text import emit_a_token
 from flatroll.examples.tree_search import tree_of_first_move
@@ -29,6 +29,8 @@ from flatroll.rollouts import rollout
 
 #: The memories of `draw_recall`.
 RECALLING = {"transformer": "transformer", "gru": "GRU of the same width"}
+#: The runs of `draw_exploration`: name, weight of the intrinsic advantages, colour.
+EXPLORING = {"rnd": ("PPO with RND", 1.0, "#0072B2"), "plain": ("PPO alone", 0.0, "#D55E00")}
 IMAGES = Path(__file__).parent / "img"
 README = Path(__file__).parents[1] / "README.md"
 
@@ -145,6 +147,32 @@ def draw_recall(out: Path, seeds: range = range(1, 4)) -> Figure:
     axes.tick_params(labelsize=12)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=12, loc="center right", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+def draw_exploration(out: Path, seeds: range = range(1, 4)) -> Figure:
+    """The curves of rnd_ppo, with RND and without; runs that are there already are taken."""
+    figure = Figure(figsize=(7.5, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    for kind, (name, weight, colour) in EXPLORING.items():
+        folders = [out / "exploration" / kind / f"FourRooms-seed{seed}" for seed in seeds]
+        for seed, folder in zip(seeds, folders, strict=True):
+            if not (folder / "result.json").exists():
+                words = ["--intrinsic", str(weight), "--seed", str(seed), "--folder", str(folder)]
+                rnd_ppo.main(words)
+        for folder in folders:
+            curve = over_seeds([folder / "log.csv"])
+            frames = [count / 1000 for count in curve.frames]
+            axes.plot(
+                frames, curve.mean, color=colour, linewidth=2, label=name if folder == folders[0] else ""
+            )
+    axes.set(ylim=(-0.03, 1.05))
+    axes.set_xlabel("thousand frames", fontsize=13)
+    axes.set_ylabel("share of episodes at the goal", fontsize=13)
+    axes.set_title("Four rooms, with a reward at the end of the last", loc="left", fontsize=13)
+    axes.tick_params(labelsize=12)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=12, loc="center left")
     return figure
 
 
@@ -293,7 +321,7 @@ def main() -> None:
     parser.add_argument(
         "which",
         nargs="?",
-        choices=["first", "tree", "text", "workers", "offline", "recall", "all"],
+        choices=["first", "tree", "text", "workers", "offline", "recall", "exploration", "all"],
         default="all",
         help="default: all",
     )
@@ -311,6 +339,10 @@ def main() -> None:
     if args.which in ("recall", "all"):
         draw_recall(out).savefig(IMAGES / "recall.png", dpi=110)
     if args.which == "recall":
+        return
+    if args.which in ("exploration", "all"):
+        draw_exploration(out).savefig(IMAGES / "exploration.png", dpi=110)
+    if args.which == "exploration":
         return
     if args.which in ("text", "all"):
         emit_a_token.save_curve(emit_a_token.train(), IMAGES / "text_curve.png")

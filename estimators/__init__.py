@@ -35,7 +35,6 @@ from flatroll.estimators.losses.policy_gradient import (
     ReinforceLoss,
 )
 from flatroll.estimators.losses.sac import DiscreteSACLoss, SACLoss
-from flatroll.estimators.reward_scale import RewardScale
 from flatroll.estimators.updates import UpdateStep, update_step
 from flatroll.estimators.values.estimators import (
     GAE,
@@ -46,6 +45,7 @@ from flatroll.estimators.values.estimators import (
     VTrace,
 )
 from flatroll.estimators.values.group_advantage import GroupAdvantage
+from flatroll.modules.reward_scale import RewardScale
 
 __all__ = [
     "GAE",

@@ -26,7 +26,6 @@ from flatroll.estimators.masked import (
     on_host,
     zero_masked,
 )
-from flatroll.estimators.reward_scale import RewardScale
 from flatroll.estimators.values.base import ValueEstimator
 from flatroll.estimators.values.estimators import ValueEstimators, check_estimator_name
 from flatroll.estimators.values.evaluate import fill_missing
@@ -42,6 +41,7 @@ from flatroll.layout.keys import (
     require,
 )
 from flatroll.layout.tensordict_seam import call_for, get_entry, nest, set_entry
+from flatroll.modules.reward_scale import RewardScale
 
 ActionSpace = Literal["categorical", "one-hot"]
 

@@ -1,6 +1,7 @@
 """The base class of value estimators: reads the batch, evaluates the network, writes the result."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, TypedDict, Unpack
 
 import torch
@@ -18,7 +19,6 @@ from flatroll.estimators.masked import (
     standardized_in_groups,
     zero_padding,
 )
-from flatroll.estimators.reward_scale import RewardScale
 from flatroll.estimators.values.evaluate import (
     Chunks,
     NetworkInputs,
@@ -28,11 +28,11 @@ from flatroll.estimators.values.evaluate import (
     broadcast_like,
     state_values,
 )
-from flatroll.estimators.values.extended_stream import Boundaries
+from flatroll.estimators.values.extended_stream import Boundaries, true_indices
 from flatroll.estimators.values.order import OrderCheck
 from flatroll.estimators.values.records import Estimate, EstimatorInputs, Series, SeriesColumns
 from flatroll.kernels.scan import is_tracing, zeroed
-from flatroll.layout.boundaries import ends_from, no_markers_error
+from flatroll.layout.boundaries import ends_from, goes_on_in_env, no_markers_error
 from flatroll.layout.checks import (
     BLAMED,
     blame_entries,
@@ -45,6 +45,8 @@ from flatroll.layout.checks import (
     check_whole_number,
 )
 from flatroll.layout.keys import (
+    ENV,
+    ENV_STEP,
     IS_INIT,
     MASK,
     NEXT_KNOWN,
@@ -64,6 +66,7 @@ from flatroll.layout.keys import (
 )
 from flatroll.layout.tensordict_seam import get_entry, set_entry
 from flatroll.modules import set_recurrent_mode
+from flatroll.modules.reward_scale import RewardScale
 
 BootstrapMissing = Literal["error", "current", "mask"]
 
@@ -82,6 +85,7 @@ class EstimatorOptions(TypedDict, total=False):
     skip_existing: bool | None
     check_finite: bool
     bootstrap_missing: BootstrapMissing
+    episodic: bool
     group_key: NestedKey | None
     reward_scale: RewardScale | None
     time_dim: int | None
@@ -163,6 +167,11 @@ class ValueEstimator(TensorDictModuleBase):
             env hid (``("collector", "next_known")`` is False): ``"error"``; ``"current"``, use the row's own
             observation; ``"mask"``, exclude the row: the previous row bootstraps from it, its own advantage is 0, and
             ``"shifted_valid"``, which losses respect, is False there. Default: ``"error"``.
+        episodic: the return ends with the episode. False: it runs on over the ends of an env's episodes, terminated
+            or not, and what follows a last row is the value of the next episode's first observation (the intrinsic
+            return of random network distillation). The batch must say which episode follows which
+            (``Collector(track_envs=True)``); each env's last row bootstraps from its next observation. Values come
+            from one call, as with ``shifted``. Default: True.
         group_key: integer entry ``[*B, T]``; standardise within its groups. Default: over all rows.
         reward_scale: a :class:`RewardScale`: divides rewards as they are read; the batch keeps its own. Default: none.
         time_dim: batch dim of time. Default: the one named ``"time"``, else the last.
@@ -225,6 +234,7 @@ class ValueEstimator(TensorDictModuleBase):
         check_flags(
             average_rewards=average_rewards,
             differentiable=options.get("differentiable", False),
+            episodic=options.get("episodic", True),
             skip_existing=skip_existing,
             check_finite=options.get("check_finite", False),
         )
@@ -240,6 +250,9 @@ class ValueEstimator(TensorDictModuleBase):
         self.bootstrap_missing = check_choice(
             "bootstrap_missing", options.get("bootstrap_missing", "error"), ("error", "current", "mask")
         )
+
+        # Whether the return ends with the episode.
+        self.episodic = bool(options.get("episodic", True))
 
         # How the result is scaled.
         self.standardize = standardize
@@ -314,6 +327,8 @@ class ValueEstimator(TensorDictModuleBase):
         values: list[Any] = [value, next_key(value)]
         read: list[Any] = [*observed, *map(next_key, observed)] or list(values)
         read += [self.places[name] for name in _UNDER_NEXT]
+        if not self.episodic:
+            read += [ENV, ENV_STEP]
         written: list[Any] = [self.tensor_keys["advantage"], self.tensor_keys["value_target"], *values]
 
         self.in_keys = read
@@ -409,6 +424,11 @@ class ValueEstimator(TensorDictModuleBase):
         """
         if next_value is not None:
             check_dense_tensor("next_value", next_value)
+            if not self.episodic:
+                raise ValueError(
+                    "next_value= gives the values of the next observations, and with episodic=False the value of the "
+                    "next episode's first observation follows the end of an episode: leave one of the two out"
+                )
 
         parameters = Parameters(params, target_params)
         return self._estimate(tensordict, time_dim, parameters, next_value, final).target
@@ -476,6 +496,7 @@ class ValueEstimator(TensorDictModuleBase):
         at = columns.at
 
         # The values of observations and next observations.
+        in_order = self.shifted or not self.episodic
         values_of = ValueInputs(
             network=self._inputs,
             value_key=self.tensor_keys["value"],
@@ -487,7 +508,7 @@ class ValueEstimator(TensorDictModuleBase):
             skip_existing=self.skip_existing,
             final=series.final,
             parameters=series.parameters,
-            n_step=columns.steps is not None and not (self.shifted and _lead_to_next_row(columns.steps)),
+            n_step=columns.steps is not None and not (in_order and _lead_to_next_row(columns.steps)),
             warn=self._warn_once,
         )
         if at.ends.is_cpu and not is_tracing():  # on a device the values are not ready yet
@@ -501,7 +522,7 @@ class ValueEstimator(TensorDictModuleBase):
             raise self._shape_error(values, reward)
 
         # The rows that count: runs stop before an excluded one.
-        ends = at.ends
+        ends = at.stops
         valid = values.valid
         if at.unknown is not None and self.bootstrap_missing == "mask":
             valid = mask_and(valid, ~at.unknown)
@@ -576,9 +597,15 @@ class ValueEstimator(TensorDictModuleBase):
 
         if done is None and is_init is None and ids is None:
             raise no_markers_error(batch, keys["is_init"], keys["done"], keys["traj_ids"])
-        if terminated is None:
-            terminated = marker(batch, keys["terminated"])  # the error says what writes the entry
-        at = Boundaries(ends_from(done, is_init, ids, mask), terminated, None)
+        ends = ends_from(done, is_init, ids, mask)
+        if not self.episodic:
+            at = _across_episodes(batch, ends, mask)
+        elif terminated is None:
+            at = Boundaries(
+                ends, marker(batch, keys["terminated"]), None
+            )  # the error says what writes the entry
+        else:
+            at = Boundaries(ends, terminated, None)
         if get_entry(batch, NEXT_KNOWN) is not None:
             at = _with_unknown(batch, at, refuse=self.bootstrap_missing == "error")
 
@@ -644,20 +671,51 @@ def _lead_to_next_row(steps: Tensor) -> bool:
     return not bool((steps > 1).any())
 
 
+def _across_episodes(batch: TensorDictBase, ends: Tensor, mask: Tensor | None) -> Boundaries:
+    """The boundaries of returns that run over the ends of an env's episodes: nothing terminates them.
+
+    Raises:
+        KeyError: the rows do not name their env.
+        ValueError: the rows of an env are in several places of the batch, or one is missing (checked on the host).
+    """
+    crossed = ends & goes_on_in_env(batch)
+    at = Boundaries(ends, torch.zeros_like(ends), None, crossed)
+    if is_tracing() or not ends.is_cpu:
+        return at
+
+    last = at.stops
+    if mask is not None:
+        last = last & mask
+    rows = true_indices(last)
+    env = require(batch, ENV).reshape(-1)[rows]
+    order = env.argsort(stable=True)
+    twice = (env[order[1:]] == env[order[:-1]]).nonzero()
+    if len(twice):
+        row = int(rows[order[int(twice[0])]])
+        raise ValueError(
+            f"episodic=False needs the rows of each env in one stretch, as a Collector(track_envs=True) lays them out, "
+            f"but what follows row {row} in env {int(env[order[int(twice[0])]])} is not in the row behind it: call the "
+            "estimator on the batch as it was collected, before rows are stored, sampled, joined or filtered"
+        )
+    return at
+
+
 def _with_unknown(batch: TensorDictBase, at: Boundaries, *, refuse: bool) -> Boundaries:
     """The boundaries with the bootstrapped ends whose next observation the env hid; ValueError if ``refuse``."""
     # Only needed at ends: inside a run the next row holds the observation, and a terminated row has no next value.
     unknown = ~marker(batch, NEXT_KNOWN) & at.bootstrapped
     if refuse and bool(unknown.any()):
         rows = unknown.reshape(-1).nonzero().squeeze(-1)
+        hidden = f"{len(rows)} truncated rows (the first is row {int(rows[0])})"
+        if at.crossed is not None:  # at the last row of an env terminated ones count, too
+            hidden = f"{len(rows)} ended rows (the first is row {int(rows[0])})"
         raise ValueError(
-            f"the env hid the final observation of {len(rows)} truncated rows (the first is row "
-            f"{int(rows[0])}), so their next value is unknown: choose bootstrap_missing='current' (the "
-            "value of the row's own observation) or 'mask' (leave the rows out), or collect from an env "
-            "that reports final observations"
+            f"the env hid the final observation of {hidden}, so their next value is unknown: choose "
+            "bootstrap_missing='current' (the value of the row's own observation) or 'mask' (leave the rows out), or "
+            "collect from an env that reports final observations"
         )
 
-    return Boundaries(at.ends, at.terminated, unknown)
+    return replace(at, unknown=unknown)
 
 
 def check_finite(batch: TensorDictBase, network: TensorDictModuleBase | None, estimate: Estimate) -> None:

@@ -68,7 +68,8 @@ class GAE(ValueEstimator):
         options: what all estimators take, see :class:`~flatroll.estimators.values.base.ValueEstimator`:
             ``differentiable``, ``shifted`` (one call of the network on N + K rows), ``shifted_budget``,
             ``value_chunk_size``, ``num_chunks``, ``skip_existing``, ``check_finite``, ``bootstrap_missing``,
-            ``group_key``, ``time_dim``, ``advantage_key``, ``value_target_key``, ``value_key``, …
+            ``episodic`` (False: the return runs over the ends of episodes), ``group_key``, ``time_dim``,
+            ``advantage_key``, ``value_target_key``, ``value_key``, …
 
     A NaN in a next observation (written by ``NextStateReconstructor`` where it has none) never reaches the network:
     the row's own value is used instead, an approximation where the run is not terminated, with one warning.

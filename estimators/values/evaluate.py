@@ -303,7 +303,7 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
     if inputs.skip_existing:
         value, next_value = _existing_values(inputs, next_value)
     if value is not None and next_value is not None:
-        return Values(value, zeroed(next_value, at.terminated))
+        return Values(value, _next_values(inputs, value, next_value))
 
     # The observations in the batch. Keys missing under "next" may be in final.
     root: Columns = {}
@@ -327,7 +327,8 @@ def state_values(inputs: ValueInputs, next_value: Tensor | None = None) -> Value
 
     # Two calls of the network where they are possible, else one over the extended stream.
     rows = RowInputs(root, following, at.unknown, at.terminated)
-    if next_value is not None or absent or inputs.shifted or network.recurrent:
+    in_order = inputs.shifted or network.recurrent or at.crossed is not None
+    if next_value is not None or absent or in_order:
         return _in_order(inputs, _flatten(inputs, network, rows, from_final), value, next_value)
 
     if inputs.chunks.whole and inputs.chunks.dim == 0:
@@ -342,7 +343,16 @@ def _read_values(inputs: ValueInputs, next_value: Tensor | None) -> Values:
     value = require(inputs.batch, inputs.value_key)
     if next_value is None:
         next_value = require(inputs.batch, next_key(inputs.value_key))
-    return Values(value, zeroed(next_value, inputs.at.terminated))
+    return Values(value, _next_values(inputs, value, next_value))
+
+
+def _next_values(inputs: ValueInputs, value: Tensor, next_value: Tensor) -> Tensor:
+    """Return what follows each row, given both values: 0 where terminated, the next row's value at crossed ends."""
+    crossed = inputs.at.crossed
+    if crossed is not None and value.shape == next_value.shape:
+        behind = value.roll(-1, inputs.batch.batch_dims - 1)
+        next_value = torch.where(broadcast_like(crossed, value), behind, next_value)
+    return zeroed(next_value, inputs.at.terminated)
 
 
 def _existing_values(inputs: ValueInputs, next_value: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -429,13 +439,13 @@ def _in_order(
         stream = Appended(torch.zeros(0, dtype=torch.int64), at.ends.numel())
         value = _values_at_places(inputs, observations, stream, inputs.parameters.now)
         value = value.reshape(*at.ends.shape, *value.shape[1:])
-        return Values(value, zeroed(next_value, at.terminated))
+        return Values(value, _next_values(inputs, value, next_value))
 
     if inputs.n_step:
         raise ValueError(
             "n-step rows are followed by an observation several rows later, so one call over the rows (shifted=True, "
-            "a recurrent value_network, a batch without next observations) has no value for it: evaluate "
-            "before the n-step transform, or use shifted=False with a network that reads one row at a time"
+            "episodic=False, a recurrent value_network, a batch without next observations) has no value for it: "
+            "evaluate before the n-step transform, or use shifted=False with a network that reads one row at a time"
         )
 
     now = inputs.parameters.now

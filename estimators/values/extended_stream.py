@@ -26,16 +26,25 @@ class Boundaries:
         ends: last row of each run.
         terminated: ends whose next value is 0.
         unknown: ends whose next observation the env hid, or None.
+        crossed: ends that the return runs over: the next row is what follows. None if it stops at each end.
     """
 
     ends: Tensor
     terminated: Tensor
     unknown: Tensor | None
+    crossed: Tensor | None = None
+
+    @property
+    def stops(self) -> Tensor:
+        """Run ends at which the return stops."""
+        if self.crossed is None:
+            return self.ends
+        return self.ends & ~self.crossed
 
     @property
     def bootstrapped(self) -> Tensor:
         """Run ends that are not terminated, where the next value is bootstrapped."""
-        return self.ends & ~self.terminated
+        return self.stops & ~self.terminated
 
 
 def true_indices(mask: Tensor) -> Tensor:

@@ -267,7 +267,7 @@ def test_eval_freezes_and_copies_are_apart() -> None:
 
 
 def test_trajectories_that_get_no_more_rows_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flatroll.estimators.reward_scale._MOST_OPEN", 40)
+    monkeypatch.setattr("flatroll.modules.reward_scale._MOST_OPEN", 40)
     scale = new()
     for first in range(0, 1000, 5):
         ids = torch.arange(first, first + 5)

@@ -39,6 +39,7 @@ SMALL = {
     "--save-every 16",
     "recurrent_dqn": "--frames 320 --num-envs 4 --rows 32 --start 100 --capacity 200 --updates 1 --batch-size 40",
     "recurrent_ppo": "--frames 320 --num-envs 4 --steps 16 --hidden 8 --epochs 1 --target 1000 --quiet",
+    "rnd_ppo": "--frames 320 --num-envs 2 --steps 16 --epochs 1 --minibatches 2",
     "sac": "--frames 320 --start 280 --batch-size 32 --num-envs 2",
     "tool_use": "--frames 320 --texts 16 --hidden 8 --epochs 1",
 }
@@ -62,6 +63,7 @@ DETERMINISTIC = [
     "ppo_masked",
     "recurrent_dqn",
     "recurrent_ppo",
+    "rnd_ppo",
     "sac",
     "tool_use",
 ]

@@ -37,6 +37,7 @@ SHARED: dict[str, Any] = {
     "exploration_type": InteractionType.RANDOM,
     "splits": 1,
     "track_policy_version": False,
+    "track_envs": False,
 }
 #: Of the two with workers.
 OF_TEAMS: dict[str, Any] = {

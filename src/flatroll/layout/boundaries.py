@@ -7,12 +7,15 @@ from torch import Tensor
 from flatroll.layout.checks import check_keys, check_rows
 from flatroll.layout.keys import (
     DONE,
+    ENV,
+    ENV_STEP,
     IS_INIT,
     MASK,
     TRAJ_IDS,
     NestedKey,
     flat_column,
     missing_marker,
+    require,
 )
 from flatroll.layout.tensordict_seam import get_entry
 
@@ -121,6 +124,35 @@ def ends_from(
             inner |= (column[..., 1:] != column[..., :-1]).to(any_marker.device)
     ends[..., -1:] = True
     return ends
+
+
+def goes_on_in_env(batch: TensorDictBase) -> Tensor:
+    """Mark the rows whose next row is the next step of the same env, of whichever episode.
+
+    Row ``i`` is marked if row ``i + 1`` has the same ``("collector", "env")`` and one more ``("collector",
+    "env_step")``; the last row never is. No host sync.
+
+    Args:
+        batch: tensordict of batch size ``[N]`` or ``[*B, T]``; time is the last batch dim.
+
+    Returns:
+        bool tensor of the batch's shape.
+
+    Raises:
+        KeyError: the batch lacks one of the two, which ``Collector(track_envs=True)`` writes.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> env = {"env": torch.tensor([0, 0, 0, 1]), "env_step": torch.tensor([4, 5, 7, 8])}
+    >>> goes_on_in_env(TensorDict({"collector": env}, [4]))
+    tensor([ True, False, False, False])
+    """
+    env = flat_column(require(batch, ENV), batch, ENV)
+    step = flat_column(require(batch, ENV_STEP), batch, ENV_STEP)
+
+    follows = torch.zeros(env.shape, dtype=torch.bool, device=env.device)
+    follows[..., :-1] = (env[..., 1:] == env[..., :-1]) & (step[..., 1:] == step[..., :-1] + 1)
+    return follows
 
 
 def run_starts(

@@ -13,7 +13,17 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.layout.keys import NEXT, NestedKey, as_tuple, next_key, plain_key
+from flatroll.layout.keys import (
+    MASK,
+    NEXT,
+    NEXT_KNOWN,
+    NestedKey,
+    as_tuple,
+    marker,
+    next_key,
+    plain_key,
+    require,
+)
 
 
 class Final(NamedTuple):
@@ -112,6 +122,46 @@ def check_final(final: Final, columns: Mapping[NestedKey, Tensor], rows: int) ->
             )
 
     return row
+
+
+def next_entry(batch: TensorDictBase, key: NestedKey, final: TensorDictBase | None = None) -> Tensor:
+    """Return the next values of an observation's entry ``key``, ``[*B, *F]``.
+
+    Where they are not known (hidden by the env, or NaN), the row's own value takes their place; in padding they are 0.
+
+    Args:
+        batch: rows ``[*B]``, with ``("next", key)``, or a compact batch ``[N]``.
+        key: of the entry.
+        final: the next observations that no row of a compact batch holds. Default: none.
+
+    Raises:
+        KeyError: the batch lacks the entry, or its next values are neither in it nor in ``final``.
+        ValueError: ``final`` does not belong to this batch.
+
+    >>> from tensordict import TensorDict
+    >>> final = TensorDict({"row": torch.tensor([1, 2]), "next": {"pos": torch.tensor([3.0, 8.0])}}, [2])
+    >>> next_entry(TensorDict({"pos": torch.tensor([1.0, 2.0, 7.0])}, [3]), "pos", final)
+    tensor([2., 3., 8.])
+    """
+    own = require(batch, key)
+    after: Tensor | None = batch.get(next_key(key), None)
+    if after is None and final is not None:
+        given = read_final(final, [key])
+        if key in given.next:
+            after = next_values(own, check_final(given, {key: own}, len(own)), given.next[key])
+    if after is None:
+        after = require(batch, next_key(key))  # the error says what writes the entry
+
+    def of_rows(flag: Tensor) -> Tensor:
+        return flag.reshape(*flag.shape, *[1] * (own.ndim - flag.ndim))
+
+    lost = after.isnan()
+    if batch.get(NEXT_KNOWN, None) is not None:
+        lost = lost | of_rows(~marker(batch, NEXT_KNOWN))
+    after = torch.where(lost, own, after)
+    if batch.get(MASK, None) is not None:
+        after = after.masked_fill(of_rows(~marker(batch, MASK)), 0)
+    return after
 
 
 def next_values(column: Tensor, row: Tensor | None = None, last: Tensor | None = None) -> Tensor:

@@ -34,6 +34,8 @@ AGENT = ("collector", "agent")  #: The number of the row's agent among those of 
 GAME = ("collector", "game")  #: The number of the row's game among those that the collector plays.
 GAME_STEP = ("collector", "game_step")  #: A number shared by the rows of one game step.
 NUM_AGENTS = ("collector", "num_agents")  #: Number of agents that acted in the row's game step.
+ENV = ("collector", "env")  #: The number of the env that made the row, in all collectors.
+ENV_STEP = ("collector", "env_step")  #: Rows of that env before this one, over all of its episodes.
 MASK = ("collector", "mask")  #: Bool: False at padded rows.
 NEXT_KNOWN = ("collector", "next_known")  #: Bool: False where the env hid the last observation.
 HAS_STATE = ("collector", "has_state")  #: Bool: the row keeps its recurrent state.
@@ -62,6 +64,8 @@ _WRITTEN_BY: dict[NestedKey, str] = {
     GAME: "collectors write it for multi-agent games (PettingZoo, VMAS)",
     GAME_STEP: "collectors write it for multi-agent games (PettingZoo, VMAS)",
     NUM_AGENTS: "collectors write it for multi-agent games (PettingZoo, VMAS)",
+    ENV: "the collector writes it with track_envs=True",
+    ENV_STEP: "the collector writes it with track_envs=True",
     MASK: "split_trajectories and SliceSampler(pad_output=True) write it",
     REWARD: "the collector writes it (under another name: set_keys(reward=...) of the estimator or loss)",
     TERMINATED: "the collector writes it (under another name: set_keys(terminated=...) of the estimator or loss)",

@@ -20,6 +20,7 @@ from flatroll.modules.mode import recurrent_mode, set_recurrent_mode
 from flatroll.modules.networks import GRU, LSTM, GRUCell, LSTMCell
 from flatroll.modules.primer import TensorDictPrimer
 from flatroll.modules.recurrent import GRUModule, LSTMModule
+from flatroll.modules.rnd import RND
 from flatroll.modules.running_norm import RunningNorm, update_norms
 from flatroll.modules.selective import S6Module
 from flatroll.modules.transformer import TransformerModule
@@ -30,6 +31,7 @@ register_by_row("triton", on_device)
 __all__ = [
     "GRU",
     "LSTM",
+    "RND",
     "ActionMask",
     "BurnIn",
     "CombinedCategorical",

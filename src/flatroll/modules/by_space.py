@@ -257,9 +257,10 @@ def critic(
     norm: bool = True,
     actor: ProbabilisticTensorDictSequential | None = None,
     shared: bool = False,
+    out_key: NestedKey = "state_value",
     device: torch.device | str | None = None,
 ) -> TensorDictSequential:
-    """Build a critic for an env's observations, which writes ``"state_value"`` ``[*B, 1]``.
+    """Build a critic for an env's observations, which writes a value ``[*B, 1]``.
 
     Its body is as that of `flatroll.modules.actor`; an ``action_mask`` of a Dict observation is left out if it is a
     mask of the action space.
@@ -273,6 +274,8 @@ def critic(
             one update serves both. Default None.
         shared: use the actor's whole body, including weights and recurrent state; only the head is new. Then
             ``hidden``, ``activation``, ``cnn`` and ``recurrent`` have no effect. Default False.
+        out_key: of the value, if it is not the only one: the ``value_key`` of its estimator. Default
+            ``"state_value"``.
 
     Raises:
         ValueError: ``shared`` without an ``actor`` or with ``in_keys``, or see `flatroll.modules.actor`.
@@ -284,6 +287,7 @@ def critic(
     torch.Size([5, 1])
     """
     check_flags(shared=shared)
+    check_keys(out_key=out_key)
     taken: list[Any] = []
     if actor is not None:
         check_type("actor", actor, TensorDictSequential, "an actor of flatroll.modules.actor")
@@ -314,7 +318,7 @@ def critic(
         leaves = _input_leaves(observation, in_keys, without_mask=has_mask)
         trunk = _make_trunk(observation, leaves, hidden, activation, cnn, recurrent, norm, **options)
 
-    return _on_device(TensorDictSequential(*trunk.with_values("state_value", 1)), device)
+    return _on_device(TensorDictSequential(*trunk.with_values(plain_key(out_key), 1)), device)
 
 
 def q_network(
@@ -797,10 +801,27 @@ class _Trunk(NamedTuple):
     features: str
     width: int
 
-    def with_values(self, key: str, size: int) -> list[Any]:
+    def with_values(self, key: NestedKey, size: int) -> list[Any]:
         """The parts and a linear head that writes ``size`` values."""
         head = _linear(self.width, size, gain=1.0)
-        return [*self.parts, TensorDictModule(head, [self.features], [key])]
+        written: list[Any] = [key]
+        return [*self.parts, TensorDictModule(head, [self.features], written)]
+
+
+def observed_spaces(env: SpacedEnv, in_keys: Sequence[NestedKey] | None = None) -> dict[NestedKey, Any]:
+    """Return the spaces of an env's observation by batch key, without the mask of its actions.
+
+    Args:
+        env, in_keys: see `actor`.
+
+    >>> import gymnasium as gym
+    >>> list(observed_spaces(gym.make_vec("CartPole-v1", num_envs=2)))
+    ['observation']
+    """
+    observation, action = _env_spaces(env)
+    has_mask = bool(_find_masks(observation, action, None, strict=False))
+    leaves = _input_leaves(observation, in_keys, without_mask=has_mask)
+    return {key: find_part(observation, path) for key, path in leaves}
 
 
 def _input_leaves(

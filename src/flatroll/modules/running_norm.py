@@ -11,7 +11,7 @@ from tensordict.nn import TensorDictModuleBase, dispatch
 from torch import Tensor, nn
 
 from flatroll.layout.boundaries import run_ends, starts_from
-from flatroll.layout.checks import check_keys, check_number, check_sizes, check_type
+from flatroll.layout.checks import check_flags, check_keys, check_number, check_sizes, check_type
 from flatroll.layout.column_actor import Columns
 from flatroll.layout.delta import decode_delta
 from flatroll.layout.final import check_final, read_final
@@ -45,9 +45,9 @@ class RunningNorm(TensorDictModuleBase):
     row's version also identifies the statistics. Before the first update only ``clip`` has an effect; after 10,000
     calls of losses without one, it warns.
 
-    Integer and bool entries, such as uint8 images, are passed through. A frame stack is treated like any observation:
-    each position in the stack has its own statistics. A Dict observation needs one module per entry;
-    `update_norms` updates them all.
+    Integer and bool entries, such as uint8 images, are passed through (except with ``integers``). A frame stack is
+    treated like any observation: each position in the stack has its own statistics. A Dict observation needs one module
+    per entry; `update_norms` updates them all.
 
     Args:
         in_key: the entry, such as ``"observation"``, ``[*B, *shape]``.
@@ -55,6 +55,7 @@ class RunningNorm(TensorDictModuleBase):
         out_key: output key; the dtype is that of the entry. Default: ``in_key`` with the suffix ``"_norm"``.
         clip: limit of the absolute output. Default: 10. None: no limit.
         epsilon: added to the variance. Default: 1e-8.
+        integers: normalise integer entries as well; the output is floating. Default: they are passed through.
         device: device of the statistics. Default: torch's.
 
     Attributes:
@@ -81,9 +82,12 @@ class RunningNorm(TensorDictModuleBase):
         out_key: NestedKey | None = None,
         clip: float | None = 10.0,
         epsilon: float = 1e-8,
+        integers: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        check_flags(integers=integers)
+        self.integers = integers
         check_keys(in_key=in_key)
         check_keys(optional=True, out_key=out_key)
 
@@ -131,7 +135,9 @@ class RunningNorm(TensorDictModuleBase):
     def _normalized(self, x: Tensor) -> Tensor:
         self._check_shape(self.in_key, x)
         if not x.is_floating_point():
-            return x
+            if not self.integers:
+                return x
+            x = x.to(torch.get_default_dtype())
 
         moments = self.statistics
         if moments.unlearned and not torch.compiler.is_compiling():
@@ -161,7 +167,7 @@ class RunningNorm(TensorDictModuleBase):
         key = self.in_key
         column = require(batch, key)
         self._check_shape(key, column, batch.batch_size)
-        if not (self.training and column.is_floating_point()):
+        if not (self.training and (self.integers or column.is_floating_point())):
             return
 
         rows = column.reshape(batch.batch_size.numel(), *self.shape)

@@ -142,6 +142,10 @@ def check_together(options: CollectorOptions, trajs: int | None, buffer: object,
         raise ValueError("trajs_per_batch needs track_traj_ids=True: trajectories are joined by their ids")
     if split and not ids:
         raise ValueError("split_trajs=True needs track_traj_ids=True: trajectories are found by their ids")
+    if options.track_envs and not ids:
+        raise ValueError(
+            "track_envs=True needs track_traj_ids=True: the ids tell the envs of several collectors apart"
+        )
     if split and buffer is not None:
         raise ValueError(
             "split_trajs=True cannot be combined with a replay_buffer: buffers hold flat rows, and their "

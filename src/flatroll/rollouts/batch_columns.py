@@ -11,6 +11,8 @@ from flatroll.layout.keys import (
     AGENT,
     DELTA,
     DONE,
+    ENV,
+    ENV_STEP,
     GAME,
     GAME_STEP,
     IS_INIT,
@@ -96,6 +98,7 @@ class ColumnKeys:
 
         self.infos = tuple(info_keys)
         self.states: list[NestedKey] = []  # recurrent states of the policy, known once it is set
+        self.tracks_envs = False  # whether rows name their env
         self.strided = False  # whether only the rows marked by ("collector", "has_state") store them
 
         # Columns of shape [N, 1] if they hold one number per row.
@@ -194,6 +197,7 @@ def spec_of_columns(keys: ColumnKeys, env: VectorEnv[Any, Any, Any], compact: bo
     rows += [(key, count) for own in keys.counts for key in (own, next_key(own))]
     rows += [(keys.traj, Unbounded((), dtype=torch.int64))] if keys.has_ids else []
     rows += [(key, Unbounded((), dtype=torch.int64)) for key in keys.agents]
+    rows += [(key, Unbounded((), dtype=torch.int64)) for key in (ENV, ENV_STEP) if keys.tracks_envs]
     rows += [(keys.returns, Unbounded((1,), dtype=torch.float32))] if keys.returns is not None else []
     batch = Composite(shape=(-1,))
     for key, spec in rows:

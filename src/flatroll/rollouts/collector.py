@@ -116,6 +116,10 @@ class Collector(Facts):
             the same buffer need different numbers; equal ids would join their trajectories.
         track_policy_version: write ``("collector", "policy_version")``, int64 ``[N]``: the `policy_version` that
             chose the row's action. Default False.
+        track_envs: write ``("collector", "env")`` and ``("collector", "env_step")``, int64 ``[N]``: the number of the
+            row's env, with the writer in its high bits as in the trajectory ids, and how many rows that env gave
+            before, in all of its episodes. So a batch tells which episode follows which
+            (``GAE(episodic=False)``). Default False.
         interruptor: an object with ``is_set()``, such as a ``threading.Event``, checked before each vector step. Once
             it returns True, the batch is yielded with the rows collected so far (with ``trajs_per_batch``, the
             complete trajectories), at least one. Nothing is lost: the next batch continues from there. Default None.
@@ -197,6 +201,7 @@ class Collector(Facts):
                 recurrent=chosen.auto_register_policy_transforms is not False,
                 state_stride=chosen.state_stride,
                 track_version=chosen.track_policy_version,
+                track_envs=chosen.track_envs,
             )
             runner = make_collector_runner(facts, made.moves, policy, frames_per_batch, acting)
             undo.pop_all()
@@ -426,6 +431,7 @@ class Collector(Facts):
             "policy": self.policy.state_dict() if isinstance(self.policy, nn.Module) else None,
             "policy_version": self._version,
             "vector_steps": self._runner.window.before + self._runner.window.steps,
+            "env_steps": self._runner.window.env_steps,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -448,6 +454,7 @@ class Collector(Facts):
         self.policy_version = state.get("policy_version", 0)
         runner.forget()
         runner.window.before = state.get("vector_steps", 0)
+        runner.window.skip_env_steps(state.get("env_steps", 0))
         if self._joiner is not None:
             self._joiner = TrajectoryJoiner(self._joiner.per_batch, runner.keys.traj)
 

@@ -42,6 +42,7 @@ class CollectorKeywords(TypedDict, total=False):
     exploration_type: InteractionType | str
     splits: int
     track_policy_version: bool
+    track_envs: bool
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,6 +71,7 @@ class CollectorOptions:
     exploration_type: InteractionType | str = InteractionType.RANDOM
     splits: int = 1
     track_policy_version: bool = False
+    track_envs: bool = False
 
     @classmethod
     def read(cls, caller: str, given: Mapping[str, Any]) -> Self:
@@ -88,6 +90,7 @@ class CollectorOptions:
             reset_at_each_iter=self.reset_at_each_iter,
             split_trajs=self.split_trajs,
             track_policy_version=self.track_policy_version,
+            track_envs=self.track_envs,
         )
         if self.auto_register_policy_transforms is not None:
             check_flags(auto_register_policy_transforms=self.auto_register_policy_transforms)

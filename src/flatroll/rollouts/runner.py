@@ -14,6 +14,8 @@ from torch import Tensor
 from flatroll.layout.checks import check_options
 from flatroll.layout.keys import (
     ACTION_MASK,
+    ENV,
+    ENV_STEP,
     HAS_STATE,
     POLICY_VERSION,
     REWARD,
@@ -69,6 +71,7 @@ class RunnerOptions:
         recurrent: whether to carry the recurrent states that the policy declares.
         state_stride: store them in every n-th row of a trajectory and in the first rows of runs.
         track_version: whether to store the policy version in each row.
+        track_envs: whether to store the number of the env in each row, and that of its row.
         sends: whether `Runner.step` only begins steps, which `Runner.settle` awaits.
     """
 
@@ -78,6 +81,7 @@ class RunnerOptions:
     recurrent: bool = True
     state_stride: int = 1
     track_version: bool = False
+    track_envs: bool = False
     sends: bool = False
 
 
@@ -128,6 +132,10 @@ class Runner:
             keys.claim("track_policy_version", POLICY_VERSION)
             self._versions = ()
             self.set_version(0)
+
+        if options.track_envs:
+            keys.claim("track_envs", ENV, ENV_STEP)
+            keys.tracks_envs = True
 
         drawn_from = space
         if isinstance(policy, RandomPolicy):

@@ -71,6 +71,7 @@ class SplitRunner:
         self._drawn: list[list[Any]] = [[] for _ in facts]
 
         for i, part in enumerate(self._parts):
+            part.window.first_env = self._firsts[i]
             part.random = self.random
             part.draw = partial(self._draw, i)
             part.action_range = self._parts[0].action_range  # which warns once
@@ -191,6 +192,14 @@ class JointWindow(Window):
     def valid(self) -> Array:
         """Return which recorded cells are transitions not yet in a batch."""
         return np.concatenate([part.window.valid() for part in self._parts], 1)
+
+    @property
+    def env_steps(self) -> int:
+        return max(part.window.env_steps for part in self._parts)
+
+    def skip_env_steps(self, steps: int) -> None:
+        for part in self._parts:
+            part.window.skip_env_steps(steps)
 
     def restart(self, surplus_from: int, keep: bool = False) -> None:
         """Keep the last step's cells from env ``surplus_from`` on, in windows of the same number of steps."""

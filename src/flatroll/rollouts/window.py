@@ -24,6 +24,8 @@ from flatroll.layout.keys import (
     AGENT,
     DELTA,
     DONE,
+    ENV,
+    ENV_STEP,
     GAME,
     GAME_STEP,
     HAS_STATE,
@@ -77,6 +79,10 @@ class Window:
         self.taken = 0
         #: Vector steps before the window.
         self.before = 0
+        #: Index of env 0 in the pool that the envs are a part of.
+        self.first_env = 0
+        #: Rows that each env has in earlier batches, int64 ``[E]``.
+        self._env_steps = np.zeros(num_envs, np.int64)
         self.columns: dict[NestedKey, Array] = {}
         self._keys = keys
         self._device = device
@@ -236,9 +242,19 @@ class Window:
             long[: len(column)] = column
             self._set(key, long)
 
+    @property
+    def env_steps(self) -> int:
+        """The highest number that an env's next row may have so far."""
+        return int(self._env_steps.max())
+
+    def skip_env_steps(self, steps: int) -> None:
+        """Leave out a number behind ``steps``, so that no row seems to follow one of a lower number."""
+        self._env_steps[:] = steps + 1
+
     def clear(self) -> None:
         """Drop all columns."""
         self.restart(self.num_envs)
+        self.skip_env_steps(self.env_steps)
         self.columns.clear()
         self._by_step.clear()
 
@@ -300,6 +316,8 @@ class Window:
         columns[DONE] = columns[TERMINATED] | columns[TRUNCATED]
         if self._agents is not None:
             self._add_agents(rows, columns, self._agents)
+        if keys.tracks_envs:
+            self._add_envs(mask, columns)
         if not keys.has_ids and self.num_envs > 1:
             # Without ids, nothing else separates a continuing row from the cut row of another env before it.
             starts = torch.from_numpy(np.diff(rows.host_cells % self.num_envs, prepend=-1) != 0)
@@ -337,6 +355,19 @@ class Window:
 
         columns |= {AGENT: agent, GAME: game, GAME_STEP: game_step}
         columns[NUM_AGENTS] = self._count_agents()[steps, game]
+
+    def _add_envs(self, mask: Array, columns: dict[NestedKey, Tensor]) -> None:
+        """Add the env of each row, and the number of its row."""
+        counts = mask.sum(0)  # rows of each env, which stand next to each other
+        env = np.repeat(np.arange(self.num_envs), counts)
+        # The row number in the batch, minus that of the env's first row, plus the env's earlier rows.
+        first = counts.cumsum() - counts
+        step = np.arange(len(env)) + np.repeat(self._env_steps - first, counts)
+        self._env_steps += counts
+
+        writer = columns[self._keys.traj] >> ID_BITS << ID_BITS
+        columns[ENV] = writer + upload(torch.from_numpy(env + self.first_env), self._device)
+        columns[ENV_STEP] = upload(torch.from_numpy(step), self._device)
 
     def _add_delta(self, key: NestedKey, columns: dict[NestedKey, Tensor], next_obs: Tensor) -> None:
         """Add the difference of an observation's next one to it."""

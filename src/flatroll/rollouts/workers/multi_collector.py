@@ -97,8 +97,8 @@ class MultiCollector(Facts):
         storing_device: device of the batches. Default: the CPU.
         progress: show a bar over all workers. Default False.
         options: further arguments of `Collector`, such as ``compact_obs``, ``info_keys``,
-            ``set_truncated``, ``split_trajs``, ``state_stride``, ``splits``, ``track_policy_version``. Hooks and
-            ``postproc`` run in the workers, on their part of the batch.
+            ``set_truncated``, ``split_trajs``, ``state_stride``, ``splits``, ``track_policy_version``, ``track_envs``.
+            Hooks and ``postproc`` run in the workers, on their part of the batch.
 
     Raises:
         ValueError, TypeError: arguments contradict one another or cannot be sent to a process.

@@ -9,12 +9,19 @@ from tensordict.nn import TensorDictModuleBase, dispatch
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.estimators.functional import unit_interval
 from flatroll.kernels.scan import segmented_scan
 from flatroll.layout.boundaries import ends_from, starts_from
-from flatroll.layout.checks import as_text, check_dense_tensor, check_keys, check_number, check_rows
+from flatroll.layout.checks import (
+    as_text,
+    check_dense_tensor,
+    check_flags,
+    check_keys,
+    check_number,
+    check_rows,
+)
 from flatroll.layout.keys import (
     DONE,
+    ENV,
     IS_INIT,
     MASK,
     REWARD,
@@ -67,7 +74,7 @@ class _Rows(NamedTuple):
 class RewardScale(TensorDictModuleBase):
     """Divides rewards by the running deviation of the discounted return, so that values have one scale.
 
-    ``R[t] = gamma * R[t - 1] + reward[t]``, from 0 at the start of an episode, and
+    ``R[t] = gamma * R[t - 1] + reward[t]``, from 0 at the start of an episode (or of an env, see ``episodic``), and
     ``out = clip(reward / sqrt(var(R) + epsilon))``. Only :meth:`update` changes the statistics, which cover
     the rows of all batches. The return of a trajectory continues in the next batch.
 
@@ -84,6 +91,9 @@ class RewardScale(TensorDictModuleBase):
         gamma: discount in [0, 1], that of the estimator. Default: 0.99.
         clip: largest absolute value of a scaled reward. Default: 10. None: no limit.
         epsilon: added to the variance. Default: 1e-8.
+        episodic: the return starts anew with each episode. False: it runs on over the ends of an env's episodes, for
+            estimators with ``episodic=False``; rows then name their env (``Collector(track_envs=True)``), and
+            ``open_ids`` are envs. Default: True.
         in_key: the reward, under ``"next"``; floating, one for each row. Default: ``"reward"``.
         out_key: the scaled reward, under ``"next"``. Default: ``in_key`` with the suffix ``"_scaled"``.
         device: device of the statistics. Default: torch's.
@@ -115,17 +125,20 @@ class RewardScale(TensorDictModuleBase):
         *,
         clip: float | None = 10.0,
         epsilon: float = 1e-8,
+        episodic: bool = True,
         in_key: NestedKey = "reward",
         out_key: NestedKey | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
 
-        self.gamma = unit_interval("gamma", gamma)
+        self.gamma = float(check_number("gamma", gamma, least=0, most=1))
         self.clip = None
         if clip is not None:
             self.clip = float(check_number("clip", clip, above=0))
         self.epsilon = float(check_number("epsilon", epsilon, above=0, below=math.inf))
+        check_flags(episodic=episodic)
+        self.episodic = episodic
 
         check_keys(in_key=in_key)
         check_keys(optional=True, out_key=out_key)
@@ -169,8 +182,8 @@ class RewardScale(TensorDictModuleBase):
         with rows in the last batch.
 
         Args:
-            batch: rows ``[*B]``, time last, with the reward and ``("collector", "traj_ids")``; the rows of a
-                trajectory in their order, apart or together.
+            batch: rows ``[*B]``, time last, with the reward and ``("collector", "traj_ids")`` (not episodic:
+                ``("collector", "env")``); the rows of a trajectory in their order, apart or together.
 
         Raises:
             KeyError: one of the two is missing, or ``("next", "done")``.
@@ -222,9 +235,14 @@ class RewardScale(TensorDictModuleBase):
             raise TypeError(f"batch[{key!r}] must be floating, got {reward.dtype}: cast it with .float()")
 
         rewards = flat_column(reward, batch, key).double()
-        ids = flat_column(require(batch, TRAJ_IDS), batch, TRAJ_IDS).long()
-        done = marker(batch, DONE)
-        is_init = optional_marker(batch, IS_INIT)
+        if self.episodic:
+            ids = flat_column(require(batch, TRAJ_IDS), batch, TRAJ_IDS).long()
+            done = marker(batch, DONE)
+            is_init = optional_marker(batch, IS_INIT)
+        else:  # an env is one trajectory, which does not end
+            ids = flat_column(require(batch, ENV), batch, ENV).long()
+            done = torch.zeros_like(ids, dtype=torch.bool)
+            is_init = None
         if is_init is None:
             is_init = torch.zeros_like(done)
 
