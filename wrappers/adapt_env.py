@@ -289,7 +289,7 @@ def _adapt_simulator(request: Request, env: Any) -> tuple[VectorSource, Autorese
 
 def _adapt_single_env(request: Request, env: gymnasium.Env[Any, Any]) -> tuple[VectorSource, AutoresetMode]:
     # A SyncVectorEnv returns copies.
-    source = GymSource(_OneEnv(env), AutoresetMode.DISABLED, request.own_buffers is True)
+    source = GymSource(OneEnv(env), AutoresetMode.DISABLED, request.own_buffers is True)
     source.stepped = env
     return source, AutoresetMode.DISABLED
 
@@ -321,7 +321,7 @@ _FAMILIES = (
 )
 
 
-class _OneEnv(SyncVectorEnv):
+class OneEnv(SyncVectorEnv):
     """A single env as a vector env of one."""
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
