@@ -46,7 +46,7 @@ FAMILIES = (
     # What they remember serves checks only.
     SnapshotFamily(
         name="Gymnasium's vector envs, adapted",
-        recognises=lambda layer: type(layer) is GymSource,
+        recognises=lambda layer: isinstance(layer, GymSource),
         get=_nothing,
         set=_keep,
         inner=_env_of,

@@ -5,6 +5,7 @@ from typing import Any
 
 from flatroll.wrappers.snapshots import adapted, gym_layers
 from flatroll.wrappers.snapshots.families import SnapshotFamily, find_family, inner_env
+from flatroll.wrappers.source import VectorSource
 
 _KNOWN = (*adapted.FAMILIES, *gym_layers.FAMILIES)
 
@@ -17,13 +18,13 @@ def snapshot_problem(env: object) -> str | None:
 
     >>> import gymnasium as gym
     >>> snapshot_problem(gym.make("CartPole-v1"))
-    >>> snapshot_problem(gym.make("Taxi-v3"))
-    'TaxiEnv has no get_snapshot and set_snapshot'
+    >>> snapshot_problem(gym.make("FrozenLake-v1"))
+    'FrozenLakeEnv has no get_snapshot and set_snapshot'
     """
     for layer, family in _walk(env):
         problem = None
         if family is None:
-            problem = f"{type(layer).__name__} has no get_snapshot and set_snapshot"
+            problem = f"{_name(layer)} has no get_snapshot and set_snapshot"
         elif family.problem is not None:
             problem = family.problem(layer)
         if problem is not None:
@@ -66,6 +67,13 @@ def set_snapshot(env: object, snapshot: Sequence[Any]) -> None:
 
     for (layer, family), (_, state) in zip(layers, snapshot, strict=True):
         family.set(layer, state)
+
+
+def _name(layer: object) -> str:
+    """Return the name of a layer's class; of an adapter, that of its env."""
+    if isinstance(layer, VectorSource) and layer.env is not None:
+        return type(layer.env).__name__
+    return type(layer).__name__
 
 
 def _refuse(env: object) -> None:

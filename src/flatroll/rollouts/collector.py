@@ -415,8 +415,8 @@ class Collector(Facts):
         """Why ``state_dict(episodes=True)`` cannot save the open episodes, as a clause; None if it can.
 
         >>> import gymnasium as gym
-        >>> Collector(gym.make("Taxi-v3"), frames_per_batch=5).snapshot_problem
-        'TaxiEnv has no get_snapshot and set_snapshot'
+        >>> Collector(gym.make("FrozenLake-v1"), frames_per_batch=5).snapshot_problem
+        'FrozenLakeEnv has no get_snapshot and set_snapshot'
         """
         if not self._runner.keys.has_ids:
             return "track_traj_ids=False leaves the episodes without a name to go on under"
