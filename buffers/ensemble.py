@@ -836,6 +836,11 @@ class ReplayBufferEnsemble(SavesToFolders, Facts):
 
         return others, apply
 
+    def reopen(self) -> None:
+        """Call `ReplayBuffer.reopen` of each member."""
+        for member in self._members:
+            member.reopen()
+
     def saved_versions(self, path: Path) -> list[int]:
         """Return the numbers of the versions in a folder, the newest first."""
         return versions_in(path)

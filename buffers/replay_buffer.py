@@ -1031,6 +1031,16 @@ class ReplayBuffer(SavesToFolders, Facts):
 
         return others, apply
 
+    def reopen(self) -> None:
+        """Let new rows continue the trajectories that were open when the loaded state was saved.
+
+        Only for a collector that goes on in the middle of them, see `flatroll.disk.Checkpoint`. Call it right after
+        the load; without it they count as closed.
+        """
+        with self.write_lock, self.lock:
+            if self.index is not None:
+                self.index.reopen()
+
     def saved_versions(self, path: Path) -> list[int]:
         """Return the numbers of the versions in a folder, the newest first."""
         return find_checkpointer(self.storage).versions(path)

@@ -277,19 +277,19 @@ def _adapt_vector_env(request: Request, env: VectorEnv[Any, Any, Any]) -> tuple[
     if getattr(request.base, "device", None) is not None:
         return _adapt_simulator(request, env)
 
-    mode = _own_mode(env, request.mode)
-    _refuse_known_defects(env, mode)
+    mode = own_mode(env, request.mode)
+    refuse_known_defects(env, mode)
     return GymSource(env, mode, request.own_buffers), mode
 
 
 def _adapt_simulator(request: Request, env: Any) -> tuple[VectorSource, AutoresetMode]:
-    mode = _own_mode(env, request.mode)
+    mode = own_mode(env, request.mode)
     return TorchSource(env, mode, request.device, request.own_buffers), mode
 
 
 def _adapt_single_env(request: Request, env: gymnasium.Env[Any, Any]) -> tuple[VectorSource, AutoresetMode]:
     # A SyncVectorEnv returns copies.
-    source = GymSource(_OneEnv(env), AutoresetMode.DISABLED, request.own_buffers is True)
+    source = GymSource(OneEnv(env), AutoresetMode.DISABLED, request.own_buffers is True)
     source.stepped = env
     return source, AutoresetMode.DISABLED
 
@@ -321,7 +321,7 @@ _FAMILIES = (
 )
 
 
-class _OneEnv(SyncVectorEnv):
+class OneEnv(SyncVectorEnv):
     """A single env as a vector env of one."""
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
@@ -378,7 +378,7 @@ def _without_checkers(env: gymnasium.Wrapper[Any, Any, Any, Any]) -> Any:
     return inner
 
 
-def _own_mode(env: Any, mode: AutoresetMode | None) -> AutoresetMode:
+def own_mode(env: Any, mode: AutoresetMode | None) -> AutoresetMode:
     """Return the user's or the declared mode, checked against the auto-reset option of mjlab or ManiSkill.
 
     ManiSkill declares SAME_STEP even with ``auto_reset=False``.
@@ -481,7 +481,7 @@ def _parse_mode(mode: AutoresetMode | str | None) -> AutoresetMode | None:
     raise ValueError(f"autoreset_mode must be 'NextStep', 'SameStep' or 'Disabled', got {as_text(mode)}")
 
 
-def _refuse_known_defects(env: VectorEnv[Any, Any, Any], mode: AutoresetMode) -> None:
+def refuse_known_defects(env: VectorEnv[Any, Any, Any], mode: AutoresetMode) -> None:
     """Raise for combinations in Gymnasium 1.1 to 1.4 that give wrong data or an unrelated error."""
     if _is_known(env.unwrapped, "FunctionalJaxVectorEnv"):
         raise ValueError(

@@ -10,6 +10,7 @@ from flatroll.layout.keys import OBSERVATION, NestedKey, plain_key
 from flatroll.layout.spaces import column_name, observation_leaves
 from flatroll.wrappers.arrays import Array, Tree, copy_array, full_for, map_tree, select, to_torch
 from flatroll.wrappers.markers import MarkerWrapper
+from flatroll.wrappers.snapshots.attributes import copy_plain
 from flatroll.wrappers.source import EnvLike, Step
 
 
@@ -88,6 +89,14 @@ class ObservationDelta(MarkerWrapper):
 
     def _on_reset(self, obs: Tree, info: dict[str, Any], rows: Array) -> None:
         self._obs = obs
+
+    def get_snapshot(self) -> Any:
+        """Return the last observation, see `Snapshots`."""
+        return copy_plain(self._obs)
+
+    def set_snapshot(self, snapshot: Any) -> None:
+        """Restore the last observation."""
+        self._obs = copy_plain(snapshot, self.stream.capabilities.device)
 
     def step(self, actions: Tree) -> Step:
         """Step the env; add the difference between next and current observation."""

@@ -106,6 +106,14 @@ class NormalizeObservation(MarkerWrapper):
             for name, tensor in moments.state_dict().items()
         }
 
+    def get_snapshot(self) -> Any:
+        """Return the statistics, see `Snapshots`."""
+        return self.state_dict()
+
+    def set_snapshot(self, snapshot: Any) -> None:
+        """Restore the statistics."""
+        self.load_state_dict(snapshot)
+
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
         """Load the statistics of another wrapper around an env with the same observation space.
 

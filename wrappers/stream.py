@@ -26,6 +26,7 @@ from flatroll.wrappers.arrays import (
     map_tree,
     select,
 )
+from flatroll.wrappers.snapshots.attributes import copy_plain
 from flatroll.wrappers.source import Info, Seed, Step, TorchView, VectorSource, is_from, layers
 from flatroll.wrappers.step_info import StepInfo, rows_like
 from flatroll.wrappers.sub_env_returns import misfit, one_reward
@@ -78,6 +79,19 @@ class Lending(NamedTuple):
     markers: bool = False
     drawn: bool = False
 
+
+#: What a stream holds after a step.
+_HELD = (
+    "first",
+    "ended",
+    "known",
+    "has_final",
+    "any_first",
+    "any_ended",
+    "_elapsed",
+    "_absent",
+    "_stepped",
+)
 
 #: Of a step that no collector makes.
 NOTHING_LENT = Lending()
@@ -249,6 +263,18 @@ class VectorStream(VectorEnv[Any, Any, Any]):
     @property
     def np_random_seed(self) -> Any:
         return self.source.env.np_random_seed
+
+    def flags(self) -> dict[str, Any]:
+        """Return what the stream itself holds after the last step or reset, as plain values; see `Snapshots`."""
+        flags = {name: copy_plain(getattr(self, name)) for name in _HELD}
+        return {**flags, "own_entries": sorted(self._own_entries)}
+
+    def set_flags(self, flags: Mapping[str, Any]) -> None:
+        """Restore what `flags` returned; the env inside must be restored, too."""
+        device = self.capabilities.device
+        for name in _HELD:
+            setattr(self, name, copy_plain(flags[name], device))
+        self._own_entries = set(flags["own_entries"])
 
     def reset_in_same_step(self, max_steps: int | None = None) -> None:
         """Reset ended rows in the step that ended them; end episodes after ``max_steps`` transitions if given.

@@ -97,6 +97,7 @@ class TrajectoryIndex(Ring):
         self._touched: Array = np.zeros(64, np.int64)
         self._spare: Array = np.zeros(0, np.int64)
 
+        self._open_when_saved: Array = NONE  # chains of a loaded index, see reopen
         self._claimed: tuple[int, int] = (-1, 0)  # set by claim: previous oldest row, chains in _touched
         self._changing = False  # whether weights may be stale
         self._weights: OrderedDict[Way, tuple[Array, Array]] = OrderedDict()
@@ -622,7 +623,7 @@ class TrajectoryIndex(Ring):
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the index; stored trajectories count as closed, so new rows do not continue them.
+        """Restore the index; stored trajectories count as closed, so new rows do not continue them until `reopen`.
 
         Its tables are rebuilt from checked fragments; ValueError, without changes, if they are invalid.
         """
@@ -638,9 +639,31 @@ class TrajectoryIndex(Ring):
         self._spare = np.zeros(len(state["spare"]), np.int64)
         _kernels().publishing.rebuild(self.tables, self._spare, tuple(saved))
 
+        chains = state["chains"][: len(saved.ids)]
+        self._chains["step"][: len(chains)] = chains["step"]
+        self._open_when_saved = np.flatnonzero(chains["open"])
+
         self._weights.clear()
         self._claimed = -1, 0
         self._changing = False
+
+    def reopen(self) -> None:
+        """Let new rows continue the trajectories that were open when a loaded index was saved.
+
+        Call it after `load_state_dict`, before anything is written.
+        """
+        chains = self._chains[self._open_when_saved]
+        places = self._open_when_saved[chains["total"] > chains["dropped"]]
+        # If an id was used twice, the newest of its trajectories comes last and stays in the table.
+        places = places[np.argsort(self._chains["last"][places])]
+        self._chains["open"][places] = 1
+
+        entries = np.zeros(len(places), ENTRY)
+        entries["id"] = self._chains["id"][places]
+        entries["chain"] = places + 1
+        self._table = np.zeros(_power_of_two(4 * len(places)), ENTRY)
+        self._state["ids"] = _kernels().publishing.rehash(entries, self._chains, self._table)
+        self._state["open"] = len(places)
 
     @override
     def adopt(self, memory: Array) -> None:

@@ -182,7 +182,6 @@ def test_rows_are_those_of_a_plain_loop(entry: Entry, record_property: Record) -
 # ale-py's own vector env: frames are preprocessed and stacked in C++, and each mode is its own.
 ATARI: dict[str, dict[str, Any]] = {
     "breakout": {},
-    "breakout, life_loss_info=True": {"life_loss_info": True},
     "breakout, episodic_life=True": {"episodic_life": True, "max_num_frames_per_episode": 2000},
     "pong, continuous=True": {"continuous": True},
     "pong, grayscale=False, stack_num=2": {"grayscale": False, "stack_num": 2},

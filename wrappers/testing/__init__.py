@@ -1,7 +1,11 @@
-"""Tools for testing: `check_vector_env` checks your env, `check_marker` your marker; scripted envs have known rows."""
+"""Tools for testing: `check_vector_env` checks your env, `check_snapshots` its snapshots, `check_marker` your marker.
+
+Scripted envs have known rows.
+"""
 
 from flatroll.wrappers.testing.check_env import ContractError, check_vector_env, vector_env_problems
 from flatroll.wrappers.testing.check_marker import check_marker
+from flatroll.wrappers.testing.check_snapshots import check_snapshots
 from flatroll.wrappers.testing.script import Script, decode, encode, expected_rows
 from flatroll.wrappers.testing.scripted_envs import (
     ScriptedEnv,
@@ -21,6 +25,7 @@ __all__ = [
     "ScriptedTorchEnv",
     "ScriptedVectorEnv",
     "check_marker",
+    "check_snapshots",
     "check_vector_env",
     "decode",
     "encode",

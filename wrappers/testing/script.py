@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flatroll.layout.checks import check_type, check_whole_number
 from flatroll.wrappers.arrays import Array, Tree, map_tree
+from flatroll.wrappers.snapshots.attributes import copy_plain
 
 ObsKind: TypeAlias = Literal["float32", "float64", "uint8", "int64", "discrete", "dict", "tuple"]
 ActionKind: TypeAlias = Literal["discrete", "box", "dict"]
@@ -209,6 +210,20 @@ class Clock:
         """Reset the counters to before the first episode of every env."""
         self.episode = self.env * 0 - 1
         self.step = self.env * 0
+
+    def get_snapshot(self) -> dict[str, Any]:
+        """Return the counters."""
+        counters: dict[str, Any] = copy_plain({"episode": self.episode, "step": self.step})
+        return counters
+
+    def set_snapshot(self, snapshot: dict[str, Any]) -> None:
+        """Restore the counters."""
+        device = None
+        if isinstance(self.env, Tensor):
+            device = self.env.device
+        counters = copy_plain(snapshot, device)
+        self.episode = counters["episode"]
+        self.step = counters["step"]
 
     def begin(self, mask: Array) -> None:
         """Start the next episode where ``mask`` is True."""

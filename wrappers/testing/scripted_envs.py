@@ -70,6 +70,14 @@ class ScriptedEnv(gymnasium.Env[Any, Any]):
         info = {"t": int(self.clock.step)}
         return self._observe(), float(reward), bool(terminated), bool(truncated), info
 
+    def get_snapshot(self) -> Any:
+        """Return the episode and the step, see `flatroll.wrappers.Snapshots`."""
+        return self.clock.get_snapshot()
+
+    def set_snapshot(self, snapshot: Any) -> None:
+        """Go on from an episode and step."""
+        self.clock.set_snapshot(snapshot)
+
     def _observe(self) -> Any:
         return self.clock.show()
 
@@ -192,6 +200,15 @@ class ScriptedVectorEnv(VectorEnv[Any, Any, Any]):
         returned = clock.observe(), reward.astype(np.float32), terminated, truncated
         obs, reward, terminated, truncated = (self._show(i, value) for i, value in enumerate(returned))
         return obs, reward, terminated, truncated, self._info() | last
+
+    def get_snapshot(self) -> Any:
+        """Return the episodes, the steps, and which envs have ended, see `flatroll.wrappers.Snapshots`."""
+        return self.clock.get_snapshot() | {"done": self._done.copy()}
+
+    def set_snapshot(self, snapshot: Any) -> None:
+        """Go on from these episodes and steps."""
+        self.clock.set_snapshot(snapshot)
+        self._done = snapshot["done"].copy()
 
     def _info(self) -> dict[str, Any]:
         return {"t": self.clock.step.copy(), "_t": np.ones(self.num_envs, np.bool_)}
@@ -352,6 +369,14 @@ class ScriptedTorchEnv:
                 self.extras["terminal"] = {"env_ids": ids, "observations": row(final, ids)}
             clock.begin(done)
         return clock.show(), self.reward_buf, self.terminated_buf, self.truncated_buf, self.extras
+
+    def get_snapshot(self) -> Any:
+        """Return the episodes and the steps, see `flatroll.wrappers.Snapshots`."""
+        return self.clock.get_snapshot()
+
+    def set_snapshot(self, snapshot: Any) -> None:
+        """Go on from these episodes and steps."""
+        self.clock.set_snapshot(snapshot)
 
     def close(self) -> None:
         """Remember that it was closed."""

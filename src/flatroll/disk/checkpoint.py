@@ -3,6 +3,7 @@
 import copy
 import os
 import random
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
@@ -46,6 +47,10 @@ class Saves(Protocol):
         """Read and check a version; return the values saved with it, and a function that loads the rest."""
         ...
 
+    def reopen(self) -> None:
+        """After a load, let new rows continue the trajectories that were open when it was saved."""
+        ...
+
     def saved_versions(self, path: Path) -> list[int]:
         """Return the numbers of the versions in a folder, the newest first."""
         ...
@@ -73,6 +78,15 @@ class Restarts(Protocol):
         """Whether it seeds its env."""
         ...
 
+    @property
+    def snapshot_problem(self) -> str | None:
+        """Why it cannot save its open episodes; None if it can."""
+        ...
+
+    def state_dict(self, *, episodes: bool = False) -> dict[str, Any]:
+        """Return its state, with ``episodes`` also that of the open episodes, as the entry ``"episodes"``."""
+        ...
+
     def restart(self) -> None:
         """Begin new episodes, whose seeds follow from its state."""
         ...
@@ -89,8 +103,9 @@ class Checkpoint:
     temperature. The first `save` raises an error if a trained parameter is in none.
 
     A loaded run continues exactly, except for the env: its state is not saved, so a collector resets it, and open
-    trajectories are cut. Save between batches. With ``exact=True`` the run that saves begins new episodes, too: then
-    the rows and weights of a run that is killed and loaded are those of one that never stopped.
+    trajectories are cut. Save between batches. With ``exact=True`` the rows and weights of a run that is killed and
+    loaded are those of one that never stopped: it goes on in the middle of its episodes, see
+    `flatroll.wrappers.Snapshots`. If the env cannot save its state, the run that saves begins new episodes, too.
 
     Args:
         path: the folder; the first save creates it.
@@ -102,15 +117,16 @@ class Checkpoint:
         keep: number of versions kept in the folder, default 2.
         sync: flush to disk before `save` returns, safe from a power loss, default True.
         overwrite: start over in a folder with a version that was not loaded, default False.
-        exact: call ``restart()`` of each `Collector` after each save. It needs their seeds, and envs whose episodes
-            follow from the seed of their reset alone: not statistics that a wrapper gathers, and no generators of
-            processes of their own. Open trajectories are cut at each save. Default False.
+        exact: also save the open episodes of each `Collector`. If its env cannot save its state, a warning says why,
+            and ``restart()`` is called after each save. That cuts open trajectories, and needs a seed and an env
+            whose episodes follow from the seed of their reset alone: not statistics that a wrapper gathers, and no
+            generators of processes of their own. Default False.
         others: further parts by name, such as ``critic=critic`` or ``scheduler=scheduler``.
 
     Raises:
         TypeError: a part lacks ``state_dict`` or ``load_state_dict``, or a buffer is given under another name; with
             ``exact``, the collector is none that can restart, such as one of workers, whose rows depend on their speed.
-        ValueError: with ``exact``, the collector has no seed, or ``rng`` is False.
+        ValueError: with ``exact``, a collector has no seed and its env cannot save its state, or ``rng`` is False.
 
     >>> import tempfile
     >>> from torch import nn
@@ -163,9 +179,9 @@ class Checkpoint:
             if not isinstance(part, Stateful):
                 raise TypeError(f"{name} has no state_dict and load_state_dict: {type(part).__name__}")
 
-        self._restarting: list[Restarts] = []
+        self._exact: dict[str, Restarts] = {}
         if exact:
-            self._restarting = _find_collectors(self._parts, rng)
+            self._exact = _find_collectors(self._parts, rng)
 
     def versions(self) -> list[int]:
         """Return the numbers of the versions in the folder, the newest first; empty if there is none to load."""
@@ -195,7 +211,7 @@ class Checkpoint:
                 "lose: save to another folder, with a new Checkpoint"
             )
 
-        parts = {name: part.state_dict() for name, part in self._parts.items()}
+        parts = {name: self._state_of(name, part) for name, part in self._parts.items()}
         if not self._complete:
             _check_trained(self._parts, parts)
             self._complete = True
@@ -203,9 +219,17 @@ class Checkpoint:
         generators = _generators() if self._rng else None
         others = {"parts": parts, "rng": generators, "extra": extra}
         number = self._publish(others)
-        for collector in self._restarting:
-            collector.restart()
+        for name, collector in self._exact.items():
+            if parts[name].get("episodes") is None:
+                collector.restart()
         return number
+
+    def _state_of(self, name: str, part: Stateful) -> Any:
+        """Return the state of a part, with the open episodes of a collector that shall go on in them."""
+        collector = self._exact.get(name)
+        if collector is not None and collector.snapshot_problem is None:
+            return collector.state_dict(episodes=True)
+        return part.state_dict()
 
     def _publish(self, others: Others) -> int:
         """Write a version with these values and the buffer's new rows; return its number."""
@@ -300,6 +324,8 @@ class Checkpoint:
         self._load_parts(states)
         if apply is not None:
             apply()
+        if self._buffer is not None and any(map(_has_episodes, states.values())):
+            self._buffer.reopen()
         if self._rng and not partial and generators is not None:
             _set_generators(generators)
         self._left = left
@@ -334,8 +360,8 @@ class Checkpoint:
             raise
 
 
-def _find_collectors(parts: Mapping[str, Stateful], rng: bool) -> list[Restarts]:
-    """Return the collectors; TypeError or ValueError if a loaded run could not equal one that goes on."""
+def _find_collectors(parts: Mapping[str, Stateful], rng: bool) -> dict[str, Restarts]:
+    """Return the collectors by name; TypeError or ValueError if a loaded run could not equal one that goes on."""
     collector = parts.get("collector")
     if not isinstance(collector, Restarts):
         raise TypeError(
@@ -344,15 +370,25 @@ def _find_collectors(parts: Mapping[str, Stateful], rng: bool) -> list[Restarts]
         )
 
     collectors = {name: part for name, part in parts.items() if isinstance(part, Restarts)}
+    if not rng:
+        raise ValueError("exact=True needs the random generators: leave rng=False out")
     for name, part in collectors.items():
+        problem = part.snapshot_problem
+        if problem is None:
+            continue
         if not part.seeded:
             raise ValueError(
                 f"exact=True needs a seed of {name}, from which the episodes after a save follow: pass "
-                "Collector(..., seed=...), with an env whose reset takes a seed (an envpool has its own)"
+                "Collector(..., seed=...), with an env whose reset takes a seed (an envpool has its own), or an env "
+                f"that can save its state ({problem})"
             )
-    if not rng:
-        raise ValueError("exact=True needs the random generators: leave rng=False out")
-    return list(collectors.values())
+        warnings.warn(f"exact=True: {name} begins new episodes at each save, since {problem}", stacklevel=3)
+    return collectors
+
+
+def _has_episodes(state: Any) -> bool:
+    """Return whether the state of a part is that of a collector in the middle of its episodes."""
+    return isinstance(state, dict) and isinstance(state.get("episodes"), dict)
 
 
 def _check_trained(parts: Mapping[str, Stateful], states: Mapping[str, Any]) -> None:

@@ -415,14 +415,39 @@ class Collector(Facts):
     def __exit__(self, *error: object) -> None:
         self.shutdown()
 
-    def state_dict(self) -> dict[str, Any]:
+    @property
+    def snapshot_problem(self) -> str | None:
+        """Why ``state_dict(episodes=True)`` cannot save the open episodes, as a clause; None if it can.
+
+        >>> import gymnasium as gym
+        >>> Collector(gym.make("FrozenLake-v1"), frames_per_batch=5).snapshot_problem
+        'FrozenLakeEnv has no get_snapshot and set_snapshot'
+        """
+        if not self._runner.keys.has_ids:
+            return "track_traj_ids=False leaves the episodes without a name to go on under"
+        return self._runner.snapshot_problem()
+
+    def state_dict(self, *, episodes: bool = False) -> dict[str, Any]:
         """Return the row count, last trajectory id, random state, policy parameters and version.
 
-        It does not contain the env's state or rows not yet yielded: loading cuts open trajectories and resets the
-        env.
+        Args:
+            episodes: also save the env's state, the open episodes and the rows not yet yielded, so that a loaded
+                collector goes on in the middle of its episodes. Default False: loading cuts open trajectories and
+                resets the env.
+
+        Raises:
+            ValueError: with ``episodes``, the env cannot save its state, see `snapshot_problem`.
+
+        >>> import gymnasium as gym
+        >>> one, other = (Collector(gym.make("CartPole-v1"), frames_per_batch=5, seed=seed) for seed in (0, 1))
+        >>> _ = next(one)
+        >>> other.load_state_dict(one.state_dict(episodes=True))
+        >>> batch = next(one)
+        >>> bool((batch == next(other)).all()), batch["is_init"][0].item()
+        (True, False)
         """
         ids = [marker.state_dict() for marker in self._id_markers()]
-        return {
+        state = {
             "frames": self._frames,
             "seed": self._seed,
             "seeded_at": self._seeded_at,
@@ -433,16 +458,37 @@ class Collector(Facts):
             "vector_steps": self._runner.window.before + self._runner.window.steps,
             "env_steps": self._runner.window.env_steps,
         }
+        if episodes:
+            problem = self.snapshot_problem
+            if problem is not None:
+                raise ValueError(f"episodes=True needs an env whose state can be saved: {problem}")
+            state["episodes"] = self._save_episodes()
+        return state
+
+    def _save_episodes(self) -> dict[str, Any] | None:
+        """Return the state of the env and of its open episodes; None before the first reset."""
+        saved = self._runner.get_snapshot()
+        if saved is None:
+            return None
+
+        waiting = None
+        if self._joiner is not None:
+            waiting = self._joiner.state_dict()
+        return {"runner": saved, "waiting": waiting}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a `state_dict`: new ids continue the old ones, the next batch starts with a reset.
 
         A collector with a seed resets the env with a seed derived from it and the row count, so that a resumed run
-        does not repeat its first episodes.
+        does not repeat its first episodes. The seed is that of the state; a state without one leaves this collector's.
+        A state with ``episodes=True`` goes on in the middle of them instead.
+
+        Raises:
+            ValueError: the state has episodes of another env, or of a policy with other states.
         """
         runner = self._runner
         self._frames = state["frames"]
-        if "seed" in state:  # older states have none
+        if state.get("seed") is not None:  # older states have no entry
             self._seed = state["seed"]
             self._seeded_at = state["seeded_at"]
         if state["traj_ids"] is not None:
@@ -457,6 +503,26 @@ class Collector(Facts):
         runner.window.skip_env_steps(state.get("env_steps", 0))
         if self._joiner is not None:
             self._joiner = TrajectoryJoiner(self._joiner.per_batch, runner.keys.traj)
+
+        episodes = state.get("episodes")
+        if episodes is not None:
+            self._load_episodes(episodes)
+
+    def _load_episodes(self, episodes: dict[str, Any]) -> None:
+        """Go on in the middle of saved episodes; if that fails, the next batch starts with a reset."""
+        waiting = episodes["waiting"]
+        if (waiting is None) != (self._joiner is None):
+            raise ValueError(
+                "the saved episodes are those of a collector with and without trajs_per_batch: make this one alike"
+            )
+
+        try:
+            self._runner.set_snapshot(episodes["runner"])
+        except BaseException:
+            self._runner.forget()
+            raise
+        if self._joiner is not None:
+            self._joiner.load_state_dict(waiting)
 
     def _id_markers(self) -> list[TrajId]:
         """Return the TrajId wrappers, one per part of the env; empty without ids."""

@@ -1,6 +1,6 @@
 """`InfoColumns`: the chosen entries of an env's ``info``, as columns."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -42,6 +42,15 @@ class InfoColumns:
         """Forget which entries were recorded, together with their columns."""
         self._seen.clear()
         self._lost.clear()
+
+    @property
+    def seen(self) -> list[NestedKey]:
+        """The entries that were recorded."""
+        return list(self._seen)
+
+    @seen.setter
+    def seen(self, names: Iterable[NestedKey]) -> None:
+        self._seen = set(names)
 
     def record(self, info: dict[str, Any], window: Window) -> None:
         """Record the entries of the last step in a `Window`.

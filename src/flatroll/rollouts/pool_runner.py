@@ -106,6 +106,18 @@ class PoolRunner:
         """Also carry these recurrent states, see `Runner.prime`."""
         self._part.prime(states)
 
+    def snapshot_problem(self) -> str | None:
+        """Return why the episodes cannot be saved: envs keep running between batches."""
+        return "an envpool does not show its state"
+
+    def get_snapshot(self) -> dict[str, Any] | None:
+        """Return None, see `snapshot_problem`."""
+        return None
+
+    def set_snapshot(self, snapshot: dict[str, Any]) -> None:
+        """Refuse: the episodes of a pool cannot be set."""
+        raise ValueError(f"the episodes cannot be set: {self.snapshot_problem()}")
+
     def set_version(self, version: int) -> None:
         """Set the version of the policy in the steps that follow."""
         self._part.set_version(version)

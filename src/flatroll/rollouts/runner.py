@@ -57,6 +57,8 @@ from flatroll.wrappers.arrays import (
     to_torch,
 )
 from flatroll.wrappers.markers import RecurrentPrimer, find_wrapper
+from flatroll.wrappers.snapshots.attributes import copy_plain
+from flatroll.wrappers.snapshots.stack import get_snapshot, set_snapshot, snapshot_problem
 from flatroll.wrappers.stream import NOTHING_LENT, Lending
 
 
@@ -319,6 +321,55 @@ class Runner:
         self._carry_anew(self._hidden)  # as in a new runner
         self.started = False
         self._sent = None
+
+    def snapshot_problem(self) -> str | None:
+        """Return why the env's episodes cannot be saved, as a clause; None if they can."""
+        return snapshot_problem(self.env)
+
+    def get_snapshot(self) -> dict[str, Any] | None:
+        """Return the state of the env and of the open episodes, between two batches; None before the first reset."""
+        stream = self.stream
+        if stream.at < 0 or stream.moves.count != self._at:
+            return None
+
+        return {
+            "env": get_snapshot(self.env),
+            "started": self.started,
+            "observation": copy_plain(self._obs),
+            "info": {name: _as_list(self._info[name]) for name in self._read_infos()},
+            "ended": copy_plain(self._ended),
+            "states": copy_plain(self.states),
+            "carried": copy_plain(self.carried),
+            "age": copy_plain(self.age),
+            "seen": self._infos.seen,
+            "window": self.window.get_snapshot(),
+        }
+
+    def set_snapshot(self, snapshot: dict[str, Any]) -> None:
+        """Go on from a `get_snapshot` of a runner with the same env and policy.
+
+        Raises:
+            ValueError: the env is made of other layers, or its state cannot be set.
+        """
+        device = self.device
+        self.reset()  # makes the arrays that the snapshot is written into
+        set_snapshot(self.env, snapshot["env"])
+        self.started = snapshot["started"]
+
+        self._obs = copy_plain(snapshot["observation"], device)
+        self._info = {name: _as_array(copy_plain(entry, device)) for name, entry in snapshot["info"].items()}
+        self._ended = copy_plain(snapshot["ended"], device)
+        self.states = _copy_states(snapshot["states"], self.states)
+        self.carried = _copy_states(snapshot["carried"], self.carried)
+        self.age = copy_plain(snapshot["age"], device)
+        self._infos.seen = snapshot["seen"]
+        self.window.set_snapshot(snapshot["window"])
+
+    def _read_infos(self) -> list[str]:
+        """Return the entries of the last info that the next step reads."""
+        read = {*self.keys.root_names, *(as_tuple(name)[0] for name in self.keys.infos), ACTION_MASK}
+        read |= {f"_{name}" for name in read}
+        return [name for name in self._info if name in read]
 
     def step(self, random: bool = False) -> None:
         """Make one vector step: record the policy's input, act, step the env, record the results."""
@@ -612,6 +663,38 @@ class Runner:
             "as_vector_env(env, autoreset_mode='SameStep')",
             stacklevel=3,
         )
+
+
+def _copy_states(saved: Columns, now: Columns) -> Columns:
+    """Return copies of saved states on the devices of the present ones; ValueError if they are others."""
+    shapes, given = (
+        {key: tuple(value.shape) for key, value in states.items()} for states in (now, saved)
+    )
+    if shapes != given:
+        raise ValueError(f"the policy carries the states {shapes}, and the saved ones are {given}")
+    return {key: value.to(now[key].device, copy=True) for key, value in saved.items()}
+
+
+def _as_list(entry: Any) -> Any:
+    """Return an entry of info as plain values: an array of objects as ``("objects", list)``."""
+    if isinstance(entry, np.ndarray) and entry.dtype == object:
+        return "objects", copy_plain(list(entry))
+    if isinstance(entry, dict):
+        return {name: _as_list(part) for name, part in entry.items()}
+    return copy_plain(entry)
+
+
+def _as_array(entry: Any) -> Any:
+    """Invert `_as_list`."""
+    if isinstance(entry, dict):
+        return {name: _as_array(part) for name, part in entry.items()}
+    if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)):
+        return entry
+
+    objects = np.full(len(entry[1]), None, dtype=object)
+    for i, value in enumerate(entry[1]):
+        objects[i] = value
+    return objects
 
 
 def _make_module(policy: PolicyModule, facts: EnvFacts, options: RunnerOptions) -> ModulePolicy:

@@ -144,6 +144,18 @@ class SplitRunner:
         for part in self._parts:
             part.prime(states)
 
+    def snapshot_problem(self) -> str | None:
+        """Return why the episodes cannot be saved: the parts of a pool step in other processes or threads."""
+        return "splits= steps the envs in parts"
+
+    def get_snapshot(self) -> dict[str, Any] | None:
+        """Return None, see `snapshot_problem`."""
+        return None
+
+    def set_snapshot(self, snapshot: dict[str, Any]) -> None:
+        """Refuse: the episodes of parts cannot be set."""
+        raise ValueError(f"the episodes cannot be set: {self.snapshot_problem()}")
+
     def set_version(self, version: int) -> None:
         """Set the version of the policy in the steps that follow."""
         for part in self._parts:

@@ -31,6 +31,15 @@ class TrajectoryJoiner:
         """Number of rows that are not yet in a batch."""
         return sum(map(len, self._ready)) + (0 if self._open is None else len(self._open))
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rows that wait: those of open trajectories, and the complete ones."""
+        return {"open": self._open, "ready": list(self._ready)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with these rows."""
+        self._open = state["open"]
+        self._ready = list(state["ready"])
+
     def add(self, batch: TensorDict) -> None:
         """Add a flat batch; trajectories that it completes become available to :meth:`pop`."""
         if self._open is None:

@@ -12,6 +12,7 @@ writing a few bytes to many places of a large array takes longer than transposin
 import math
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +43,7 @@ from flatroll.layout.tensordict_seam import nest
 from flatroll.layout.transfers import upload
 from flatroll.rollouts.batch_columns import DEAD, ColumnKeys
 from flatroll.wrappers.arrays import Array, select, to_torch
+from flatroll.wrappers.snapshots.attributes import copy_plain
 
 #: For up to this many rows NumPy is faster (1 µs, torch 10 µs); for more, torch copies with all cores.
 _FEW_ROWS = 1024
@@ -257,6 +259,38 @@ class Window:
         self.skip_env_steps(self.env_steps)
         self.columns.clear()
         self._by_step.clear()
+
+    def get_snapshot(self) -> dict[str, Any]:
+        """Return what the next batch needs of the steps so far, between two batches."""
+        # Without a step, too: a column keeps its dtype.
+        kept = max(self.steps, 1)
+        return {
+            "steps": self.steps,
+            "taken": self.taken,
+            "before": self.before,
+            "unknown": self._unknown,
+            "tells_known": self._tells_known,
+            "loose": list(self._loose),
+            "columns": {key: copy_plain(column[:kept]) for key, column in self.columns.items()},
+            "finals": {key: copy_plain(parts) for key, parts in self._finals.items()},
+        }
+
+    def set_snapshot(self, snapshot: dict[str, Any]) -> None:
+        """Go on from a `get_snapshot`."""
+        self.clear()
+        for key, saved in copy_plain(snapshot["columns"], self._device).items():
+            while self._room < len(saved) + self._beyond:
+                self._grow()
+            column = self._set(key, self._zeros(saved[0]))
+            column[: len(saved)] = saved
+
+        self.steps = snapshot["steps"]
+        self.taken = snapshot["taken"]
+        self.before = snapshot["before"]
+        self._unknown = snapshot["unknown"]
+        self._tells_known = snapshot["tells_known"]
+        self._loose = set(snapshot["loose"])
+        self._finals = copy_plain(snapshot["finals"])
 
     def count(self) -> int:
         """Count the recorded transitions not yet in a batch; may synchronise with the device."""

@@ -1,0 +1,1 @@
+"""ale-py's envs: the outer ring of this room."""

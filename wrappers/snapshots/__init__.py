@@ -1,0 +1,1 @@
+"""Saves the state of envs in the middle of an episode, and restores it."""
