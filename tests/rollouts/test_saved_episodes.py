@@ -77,6 +77,7 @@ def test_rows_go_on(name: str, frames: int) -> None:
         {"trajs_per_batch": 2},
         {"info_keys": ["t"]},
         {"track_policy_version": True},
+        {"track_envs": True},
         {"init_random_frames": 35},
         {"max_frames_per_traj": 3},
         {"set_truncated": True},

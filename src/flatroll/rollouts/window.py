@@ -268,6 +268,7 @@ class Window:
             "steps": self.steps,
             "taken": self.taken,
             "before": self.before,
+            "env_steps": self._env_steps.copy(),
             "unknown": self._unknown,
             "tells_known": self._tells_known,
             "loose": list(self._loose),
@@ -287,6 +288,7 @@ class Window:
         self.steps = snapshot["steps"]
         self.taken = snapshot["taken"]
         self.before = snapshot["before"]
+        self._env_steps[:] = snapshot["env_steps"]
         self._unknown = snapshot["unknown"]
         self._tells_known = snapshot["tells_known"]
         self._loose = set(snapshot["loose"])
