@@ -88,9 +88,8 @@ class RND(TensorDictModuleBase):
         boxes = {
             key: spaces.Box(-np.inf, np.inf, x.shape) for key, x in seen.items() if isinstance(x, spaces.Box)
         }
-        options: Any = {"clip": clip, "integers": True}
-        norms = [RunningNorm(key, shape=box.shape, out_key=key, **options) for key, box in boxes.items()]
-        self.norms = nn.ModuleList(norms)
+        made: Any = {"clip": clip, "integers": True}
+        self.norms = nn.ModuleList(RunningNorm(k, shape=x.shape, out_key=k, **made) for k, x in boxes.items())
         self.scale = RewardScale(gamma, clip=None, episodic=False, in_key=out_key)
 
         entries = [boxes.get(key, space) for key, space in seen.items()]
