@@ -132,7 +132,9 @@ def test_without_reopening_slices_would_end_at_the_save(tmp_path: Path) -> None:
     run.go_on(2)
     loaded = Run(tmp_path, seed=3)
     loaded.checkpoint.load()
+    numbers = torch.get_rng_state()
     for each in (run, loaded):
+        torch.set_rng_state(numbers)
         each.buffer.extend(next(each.collector))
     tables = [each.buffer.ring.state_dict()["chains"] for each in (run, loaded)]
     assert (tables[0]["total"] == tables[1]["total"]).all()

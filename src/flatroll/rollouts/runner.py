@@ -55,7 +55,7 @@ from flatroll.wrappers.arrays import (
     to_torch,
 )
 from flatroll.wrappers.markers import RecurrentPrimer, find_wrapper
-from flatroll.wrappers.snapshots.attributes import copy_plain
+from flatroll.wrappers.plain_state import copy_plain
 from flatroll.wrappers.snapshots.stack import get_snapshot, set_snapshot, snapshot_problem
 from flatroll.wrappers.stream import NOTHING_LENT, Lending
 
