@@ -10,7 +10,7 @@ from flatroll.layout.keys import OBSERVATION, NestedKey, plain_key
 from flatroll.layout.spaces import column_name, observation_leaves
 from flatroll.wrappers.arrays import Array, Tree, copy_array, full_for, map_tree, select, to_torch
 from flatroll.wrappers.markers import MarkerWrapper
-from flatroll.wrappers.snapshots.attributes import copy_plain
+from flatroll.wrappers.plain_state import copy_plain
 from flatroll.wrappers.source import EnvLike, Step
 
 

@@ -26,7 +26,7 @@ from flatroll.wrappers.arrays import (
     map_tree,
     select,
 )
-from flatroll.wrappers.snapshots.attributes import copy_plain
+from flatroll.wrappers.plain_state import copy_plain
 from flatroll.wrappers.source import Info, Seed, Step, TorchView, VectorSource, is_from, layers
 from flatroll.wrappers.step_info import StepInfo, rows_like
 from flatroll.wrappers.sub_env_returns import misfit, one_reward

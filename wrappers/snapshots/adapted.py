@@ -5,7 +5,7 @@ from typing import Any
 
 from flatroll.wrappers.gym_source import GymSource
 from flatroll.wrappers.markers import MarkerWrapper
-from flatroll.wrappers.snapshots.attributes import get_attributes, set_attributes
+from flatroll.wrappers.plain_state import get_attributes, set_attributes
 from flatroll.wrappers.snapshots.families import SnapshotFamily, inner_env
 from flatroll.wrappers.source import SourceView
 from flatroll.wrappers.stream import VectorStream

@@ -11,7 +11,7 @@ from typing import Any
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
 from flatroll.wrappers.adapt_env import OneEnv
-from flatroll.wrappers.snapshots.attributes import get_attributes, set_attributes
+from flatroll.wrappers.plain_state import get_attributes, set_attributes
 from flatroll.wrappers.snapshots.families import SnapshotFamily
 
 _SYNC = ("_env_obs", "_observations", "_rewards", "_terminations", "_truncations", "_autoreset_envs")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flatroll.layout.checks import check_type, check_whole_number
 from flatroll.wrappers.arrays import Array, Tree, map_tree
-from flatroll.wrappers.snapshots.attributes import copy_plain
+from flatroll.wrappers.plain_state import copy_plain
 
 ObsKind: TypeAlias = Literal["float32", "float64", "uint8", "int64", "discrete", "dict", "tuple"]
 ActionKind: TypeAlias = Literal["discrete", "box", "dict"]

@@ -43,7 +43,7 @@ from flatroll.layout.tensordict_seam import nest
 from flatroll.layout.transfers import upload
 from flatroll.rollouts.batch_columns import DEAD, ColumnKeys
 from flatroll.wrappers.arrays import Array, select, to_torch
-from flatroll.wrappers.snapshots.attributes import copy_plain
+from flatroll.wrappers.plain_state import copy_plain
 
 #: For up to this many rows NumPy is faster (1 µs, torch 10 µs); for more, torch copies with all cores.
 _FEW_ROWS = 1024
