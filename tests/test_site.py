@@ -84,6 +84,40 @@ def test_nothing_is_fetched_from_elsewhere(hooks: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("code", "marked"),
+    [
+        ("step_count", "step_|count"),
+        ("disk/state_tree", "disk/|state_|tree"),
+        ("rows_of_texts(step=&quot;turn&quot;)", "rows_|of_|texts(|step=|&quot;turn&quot;)"),
+        ("policy.act(x[0])[&quot;a&quot;]", "policy.|act(|x[0])[|&quot;a&quot;]"),
+        ("__init__(2.5, 10_000)", "__init__(2.5, 10_000)"),
+    ],
+)
+def test_names_in_tables_have_marks_at_their_joints(hooks: Any, code: str, marked: str) -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="page.md"))
+    elsewhere = f"<thead></thead><p><code>{code}</code></p><pre><span></span><code>{code}</code></pre>"
+    shown = hooks.on_post_page(f'<td>{code}</td><td><a href="a_b.c">{code}</a></td>{elsewhere}', page=page)
+    marked = marked.replace("|", "<wbr>")
+    assert shown == f'<td>{marked}</td><td><a href="a_b.c">{marked}</a></td>{elsewhere}'
+
+
+def test_options_of_commands_stay_in_one_piece(hooks: Any) -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="page.md"))
+    block = "<pre><span></span><code>run --env A</code></pre>"
+    shown = hooks.on_post_page(f"<p><code>run x--y --save-every 9</code> --env</p>{block}", page=page)
+    assert shown == f'<p><code>run x--y <span class="option">--save-every</span> 9</code> --env</p>{block}'
+
+
+def test_long_texts_of_tables_have_a_class(hooks: Any) -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="page.md"))
+    short = '<td><a href="a_long_address_that_is_not_shown.html">short</a></td>'
+    text = "a text that is too long for a thin column"
+    output = f'{short}<th>{text}</th><td style="text-align: right;">{text}</td>'
+    expected = f'{short}<th class="long">{text}</th><td style="text-align: right;" class="long">{text}</td>'
+    assert hooks.on_post_page(output, page=page) == expected
+
+
+@pytest.mark.parametrize(
     ("source", "uri", "link", "moved"),
     [
         ("docs/index.md", "index.md", "../examples/sac.py", "programs/sac.md"),

@@ -21,6 +21,14 @@ ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"(^(?P<fence>```+).*?^(?P=fence)[ \t]*$)", re.M | re.S)
 LINK = re.compile(r"(\]\()([^)\s:#]+)")
 COMMENT = re.compile(r"^<!-- (?:not run|run by .*?) -->\n", re.M)
+CELL = re.compile(r"<(td|th)((?: [^>]*)?)>(.*?)</\1>", re.S)
+TAG = re.compile(r"<[^>]*>")
+# A tag, or what stands between two parts of a name, path or call: `_`, `.`, `=`, `,`, `/`, `(` or `[`.
+TAG_OR_JOINT = re.compile(r"""<[^>]*>|(?<=[a-zA-Z0-9\])"';])[_.=,/(\[](?=[a-zA-Z"'&(\[])""")
+# Code in a line of text or in a cell: a block of code stands in <pre>.
+INLINE_CODE = re.compile(r"(?<!<pre>)(?<!<span></span>)<code>[^<]+</code>")
+OPTION = re.compile(r"(?<![\w-])--[\w-]+")
+LONG = 40  # characters of a cell, from which on it is a text
 FOREIGN = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=[\"']?(?:https?:)?//[^>]*>")
 
 documented: set[str] = set()  # names that the pages of this build have anchors for
@@ -110,11 +118,23 @@ def site_links(prose: str, source: str, uri: str) -> str:
     return LINK.sub(moved, prose)
 
 
-def on_post_page(output: str, page: Page, **_: object) -> None:
-    """Refuse a page that would load something from another host, and note which names it documents."""
+def on_post_page(output: str, page: Page, **_: object) -> str:
+    """Refuse a page that loads something from another host, note the names it documents, mark where lines may end."""
     if foreign := FOREIGN.search(output):
         raise PluginError(f"{page.file.src_uri} loads from another host: {foreign[0]}")
     documented.update(re.findall(r'id="(flatroll\.[\w.]+)"', output))
+    output = INLINE_CODE.sub(lambda code: OPTION.sub(r'<span class="option">\g<0></span>', code[0]), output)
+    return CELL.sub(marked_cell, output)
+
+
+def marked_cell(match: re.Match[str]) -> str:
+    """A cell of a table with what site.css needs on phones: the joints of names, and a class for long texts."""
+    name, attributes, content = match.groups()
+    is_long = len(TAG.sub("", content)) > LONG
+    content = TAG_OR_JOINT.sub(lambda part: part[0] if part[0][0] == "<" else f"{part[0]}<wbr>", content)
+    if is_long and "class=" not in attributes:
+        attributes += ' class="long"'
+    return f"<{name}{attributes}>{content}</{name}>"
 
 
 def on_post_build(config: MkDocsConfig) -> None:

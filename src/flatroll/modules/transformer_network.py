@@ -104,7 +104,8 @@ class TransformerNetwork(nn.Module):
         In float32 the angle of one of a million steps would be off by several degrees.
         """
         angles = positions[:, None, None, None] * upload(self._angles, positions.device)
-        return torch.stack([angles.cos(), angles.sin()], -1)
+        # The cosine as a sine: onnxruntime 1.28 has no cosine of float64.
+        return torch.stack([angles + math.pi / 2, angles], -1).sin()
 
 
 class _Block(nn.Module):
