@@ -10,7 +10,7 @@ the (env, episode, step) that the library's own observation says.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import gymnasium as gym
 import numpy as np
@@ -365,8 +365,6 @@ class ScriptedEnv(gym.Env[Any, Any]):
 
     ``info`` of a step is ``{"row": reward}``, of a reset ``{"row": -1.0}``.
     """
-
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}
 
     def __init__(
         self, plan: Plan = PLAN, env: int = 0, *, continuous: bool = False, one_hot: bool = False
