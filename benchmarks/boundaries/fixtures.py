@@ -335,6 +335,17 @@ def episodes_of(rows: Iterable[Row]) -> list[list[Row]]:
     return list(found.values())
 
 
+def discounted_returns(rows: Iterable[Row], gamma: float = GAMMA) -> Array:
+    """Return each row's discounted return so far, float64 ``[N]``: rows of an episode in order, from 0 at its start."""
+    gains: dict[tuple[int, int], float] = {}
+    result = []
+    for row in rows:
+        before = gains.get((row.env, row.episode), 0.0)
+        gains[row.env, row.episode] = gamma * before + row.reward
+        result.append(gains[row.env, row.episode])
+    return np.array(result)
+
+
 def scaled_rewards(rows: Sequence[Sequence[Row]], gamma: float = GAMMA, epsilon: float = 1e-8) -> Array:
     """Return rewards over the deviation of the discounted returns so far, float64 ``[T, E]``.
 
