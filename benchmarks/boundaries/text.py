@@ -4,11 +4,13 @@ from typing import Any
 
 from benchmarks.boundaries.fixtures import FIXTURES
 
+NO_PART = "\N{EN DASH}"
+
 
 def cell_text(cell: dict[str, Any] | None) -> str:
     """Return what stands in a cell: wrong of N, or a dash where the library has no such part."""
     if cell is None:
-        return "–"
+        return NO_PART
     return f"{cell['wrong']}/{cell['of']}"
 
 

@@ -11,7 +11,7 @@ from benchmarks.boundaries.fixtures import PLAN, STEPS, Key, Row
 PACKAGE = "flatroll"
 MODES = ("NextStep", "SameStep", "Disabled")
 CAPACITY = 20  # of both envs' rows: the write head stands within episodes
-WINDOW = 7  # vector steps of a collected batch: windows cut episodes
+WINDOW = 6  # vector steps of a collected batch: windows cut episodes
 
 
 def fixtures() -> dict[str, Callable[[], Cell]]:
@@ -228,7 +228,9 @@ def whole_window(mode: str) -> tuple[Any, Any]:
     """Return one batch of the first vector steps, and its rows as ``[T][E]``."""
     from flatroll.rollouts import Collector
 
-    (batch,) = Collector(given.vector_env(mode), frames_per_batch=STEPS * PLAN.num_envs, total_frames=1)
+    (batch,) = Collector(
+        given.vector_env(mode), frames_per_batch=STEPS * PLAN.num_envs, total_frames=STEPS * PLAN.num_envs
+    )
     return batch, rows_of(batch)
 
 
@@ -346,7 +348,7 @@ def saved_buffer() -> Cell:
     """A buffer that was saved within episodes, loaded by a new one and written on: its rows, and n-step targets."""
     tally = Tally()
     for mode in MODES:
-        buffer, _ = saved_and_continued(mode)
+        buffer, _ = saved_and_continued(mode, dict)
         held = buffer[:]
         rewards = held["next", "reward"].squeeze(-1).tolist()
         for before, after, reward in zip(
@@ -355,16 +357,16 @@ def saved_buffer() -> Cell:
             row = PLAN.row(given.key_of(before))
             tally.compare((mode, row.key), [*after, reward], [*row.next_observation, row.reward])
 
-        check_n_step(*saved_and_continued(mode, **n_step_parts()), tally)
+        check_n_step(*saved_and_continued(mode, n_step_parts), tally)
     return tally.cell("rows at the seam differ")
 
 
-def saved_and_continued(mode: str, **options: Any) -> tuple[Any, dict[int, Key]]:
+def saved_and_continued(mode: str, parts: Callable[[], dict[str, Any]]) -> tuple[Any, dict[int, Key]]:
     """Return a buffer that was saved and loaded after its second batch, and each env's newest row."""
     from flatroll.buffers import LazyTensorStorage, ReplayBuffer
 
     def make() -> Any:
-        return ReplayBuffer(storage=LazyTensorStorage(CAPACITY, compact_obs=True), **options)
+        return ReplayBuffer(storage=LazyTensorStorage(CAPACITY, compact_obs=True), **parts())
 
     buffer = make()
     newest: dict[int, Key] = {}
