@@ -433,12 +433,12 @@ class ScriptedEnv(gym.Env[Any, Any]):
         super().reset(seed=seed)
         self.episode += 1
         self.at = 0
-        return self.observe(), {"row": -1.0}
+        return self.observe(), {"row": np.float64(-1.0)}
 
     def step(self, action: Any) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         row = self.plan.row((self.env, self.episode, self.at))
         self.at += 1
-        return self.observe(), row.reward, row.terminated, row.truncated, {"row": row.reward}
+        return self.observe(), row.reward, row.terminated, row.truncated, {"row": np.float64(row.reward)}
 
 
 ONE_HOT_EPISODES = 16  # of each env

@@ -114,7 +114,8 @@ def normaliser() -> Cell:
         by_part[f"rewards {mode}"] = tally.wrong - before
     return tally.cell(
         "reward scale: returns run over ends",
-        note=f"Wrong by part: {words(by_part)}. A return so far is dropped in the row that terminates, before it counts.",
+        note=f"Wrong by part: {words(by_part)}. The return so far is dropped in the row "
+        "that terminates, before it counts.",
         thread="Farama-Foundation/Gymnasium#1507",
         script="gymnasium_normalize_reward_ends.sh",
     )

@@ -58,7 +58,9 @@ def value_alone(policy: Any, key: Key) -> float:
     """Return 100 times the critic's value at (env, episode, step), run from zeros over that episode alone."""
     import torch
 
-    frames = torch.tensor([[(*key[:2], step)] for step in range(key[2] + 1)], dtype=torch.float32)  # [T, 1, 3]
+    frames = torch.tensor(
+        [[(*key[:2], step)] for step in range(key[2] + 1)], dtype=torch.float32
+    )  # [T, 1, 3]
     with torch.no_grad():
         output, _ = policy.lstm_critic(frames)
         return 100 * float(policy.value_net(policy.mlp_extractor.forward_critic(output[-1])))

@@ -133,8 +133,8 @@ def memory_saving_note() -> str:
             if row.done:
                 tally.compare(row.key, buffer.observations[t + 1, env], row.next_observation)
     return (
-        f"With optimize_memory_usage=True, which excludes the treatment of time limits, {tally.wrong} of {tally.of} are "
-        "the next episode's first ones."
+        f"With optimize_memory_usage=True, which excludes the treatment of time limits, {tally.wrong} of {tally.of} "
+        "are the next episode's first ones."
     )
 
 
@@ -243,7 +243,11 @@ def saved_buffer() -> Cell:
         env = vec_env()
         for scripted in env.envs:  # a new process would begin anew: later episodes keep names apart
             scripted.unwrapped.episode = 7
-        options: dict[str, Any] = {"buffer_size": 3 * LANE * PLAN.num_envs, "gamma": given.GAMMA, "device": "cpu"}
+        options: dict[str, Any] = {
+            "buffer_size": 3 * LANE * PLAN.num_envs,
+            "gamma": given.GAMMA,
+            "device": "cpu",
+        }
         second = DQN("MlpPolicy", env, learning_starts=10**6, n_steps=given.N_STEP, **options)
         second.load_replay_buffer(file)
     second.learn(9 * PLAN.num_envs, reset_num_timesteps=False)
