@@ -223,7 +223,8 @@ def normaliser() -> Cell:
     tally = Tally()
     acted_on = [row.key for step in rows for row in step]
     also_seen = [(row.env, row.episode, row.step + 1) for step in rows for row in step if row.done]
-    counted = env.obs_rms.count * env.obs_rms.mean
+    statistics: Any = env.obs_rms
+    counted = statistics.count * statistics.mean
     for key, right in given.counts_are_right(PLAN, counted, acted_on, also_seen):
         tally.check(key, right)
     tally.compare_all(acted_on, rewards.reshape(-1), given.scaled_rewards(rows).reshape(-1))
