@@ -170,6 +170,24 @@ class Plan:
             keys = [self.key_after(row) for row in table[-1]]
         return table
 
+    def played(self, steps: int, mode: str = "NextStep") -> list[list[Row | None]]:
+        """Return the rows ``[steps][envs]`` of vector steps in an autoreset mode of Gymnasium.
+
+        Under ``"NextStep"`` the step after an end only resets that env: there None stands for the row.
+        """
+        if mode != "NextStep":
+            return [list(step) for step in self.rows(steps)]
+
+        table: list[list[Row | None]] = []
+        keys: list[Key] = [(env, 0, 0) for env in range(self.num_envs)]
+        resetting = [False] * self.num_envs
+        for _ in range(steps):
+            step = [None if resetting[env] else self.row(key) for env, key in enumerate(keys)]
+            keys = [self.key_after(row) if row else keys[env] for env, row in enumerate(step)]
+            resetting = [row is not None and row.done for row in step]
+            table.append(step)
+        return table
+
     def key_after(self, row: Row) -> Key:
         """Return where the env's next row begins."""
         if row.done:
@@ -335,22 +353,43 @@ def episodes_of(rows: Iterable[Row]) -> list[list[Row]]:
     return list(found.values())
 
 
+def discounted_returns(rows: Iterable[Row], gamma: float = GAMMA) -> Array:
+    """Return each row's discounted return so far, float64 ``[N]``: rows of an episode in order, from 0 at its start."""
+    gains: dict[tuple[int, int], float] = {}
+    result = []
+    for row in rows:
+        before = gains.get((row.env, row.episode), 0.0)
+        gains[row.env, row.episode] = gamma * before + row.reward
+        result.append(gains[row.env, row.episode])
+    return np.array(result)
+
+
 def scaled_rewards(rows: Sequence[Sequence[Row]], gamma: float = GAMMA, epsilon: float = 1e-8) -> Array:
-    """Return rewards over the deviation of the discounted returns so far, float64 ``[T, E]``.
+    """Return `scaled_rewards_by_key` of rows ``[T][E]`` as an array, float64 ``[T, E]``."""
+    found = scaled_rewards_by_key(rows, gamma, epsilon)
+    return np.array([[found[row.key] for row in step] for step in rows])
+
+
+def scaled_rewards_by_key(
+    steps: Iterable[Iterable[Row | None]], gamma: float = GAMMA, epsilon: float = 1e-8
+) -> dict[Key, float]:
+    """Return rewards over the deviation of the discounted returns so far, by the rows of vector steps.
 
     Each env's return so far restarts after an end. The statistics are those of all returns up to and with this step,
-    of Welford's kind with one value per env and step (population variance), as Gymnasium, SB3 and others document.
+    of Welford's kind with one value per row (population variance), as Gymnasium, SB3 and others document.
     """
-    gains = np.zeros(len(rows[0]))
+    gains: dict[tuple[int, int], float] = {}
     seen: list[float] = []
-    result = np.zeros((len(rows), len(rows[0])))
-    for t, step in enumerate(rows):
-        rewards = np.array([row.reward for row in step])
-        gains = gains * gamma + rewards
-        seen += gains.tolist()
-        result[t] = rewards / np.sqrt(np.var(seen) + epsilon)
-        gains *= np.array([not row.done for row in step])
-    return result
+    found: dict[Key, float] = {}
+    for step in steps:
+        rows = [row for row in step if row is not None]
+        for row in rows:
+            episode = (row.env, row.episode)
+            gains[episode] = gamma * gains.get(episode, 0.0) + row.reward
+            seen.append(gains[episode])
+        deviation = float(np.sqrt(np.var(seen) + epsilon))
+        found |= {row.key: row.reward / deviation for row in rows}
+    return found
 
 
 class ScriptedEnv(gym.Env[Any, Any]):
@@ -394,12 +433,12 @@ class ScriptedEnv(gym.Env[Any, Any]):
         super().reset(seed=seed)
         self.episode += 1
         self.at = 0
-        return self.observe(), {"row": -1.0}
+        return self.observe(), {"row": np.float64(-1.0)}
 
     def step(self, action: Any) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         row = self.plan.row((self.env, self.episode, self.at))
         self.at += 1
-        return self.observe(), row.reward, row.terminated, row.truncated, {"row": row.reward}
+        return self.observe(), row.reward, row.terminated, row.truncated, {"row": np.float64(row.reward)}
 
 
 ONE_HOT_EPISODES = 16  # of each env
