@@ -70,7 +70,9 @@ def compare_stored(tally: Tally, name: str, buffer: Any, keys: list[Key], stacke
         row = PLAN.row(key)
         number = number_of[row.reward]
         tally.compare(f"{name}: obs of {key}", stored["obs"][number], seen_at(key, stacked))
-        tally.compare(f"{name}: next_obs of {key}", stored["next_obs"][number], seen_at(next_key(row), stacked))
+        tally.compare(
+            f"{name}: next_obs of {key}", stored["next_obs"][number], seen_at(next_key(row), stacked)
+        )
 
 
 def last_observation() -> Cell:

@@ -141,7 +141,9 @@ def frame_stacks() -> Cell:
             after = (row.env, row.episode, row.step + 1)
             seen = np.asarray(transition.next_observation).reshape(STACK, 3)
             tally.compare(f"{way} next of {row.key}", seen, PLAN.stack(after, pad="zero"))
-    return tally.cell("another frame", note="MDPDataset; collect was not tried, as its frames must be stacked before")
+    return tally.cell(
+        "another frame", note="MDPDataset; collect was not tried, as its frames must be stacked before"
+    )
 
 
 def slices() -> Cell:

@@ -30,7 +30,6 @@ from benchmarks.boundaries.fixtures import (
     columns,
     counts_are_right,
     key_of,
-    one_hot_size,
     unmarked_joint,
     vector_env,
 )
@@ -159,7 +158,10 @@ def compare_advantages(tally: Tally, memory: Any, lmbda: float, wanted: Callable
 
 
 def ppo_tally(
-    lmbda: float, wanted: Callable[[Row], bool], kinds: tuple[str, ...] = ("single", "NextStep"), **settings: Any
+    lmbda: float,
+    wanted: Callable[[Row], bool],
+    kinds: tuple[str, ...] = ("single", "NextStep"),
+    **settings: Any,
 ) -> Tally:
     tally = Tally()
     for kind in kinds:
@@ -267,7 +269,9 @@ def episode_statistics() -> Cell:
                 agent = agent_of("PPO", cfg, env, models, memory_of(STEPS, env.num_envs))
                 train(agent, env, STEPS)
 
-            returns = {PLAN.episode_return(env, number) for env in range(PLAN.num_envs) for number in range(16)}
+            returns = {
+                PLAN.episode_return(env, number) for env in range(PLAN.num_envs) for number in range(16)
+            }
             length_of = dict(returns)
             seen = zip(agent._track_rewards, agent._track_timesteps, strict=True)
             for gain, length in seen:
