@@ -134,10 +134,7 @@ def saved_buffer() -> Cell:
     for options in ({}, {"next_of": "obs"}):
         for safe in (True, False):
             buffer = replay_buffer()(STEPS, columns(False, **options), **options)
-            rows: list[Row] = []
-            for rows in filled(buffer, 0):
-                pass
-
+            *_, rows = filled(buffer, 0)
             with tempfile.TemporaryDirectory() as folder:
                 file = str(Path(folder) / "rows.npz")
                 buffer.save_transitions(file, safe=safe)

@@ -7,6 +7,7 @@ leaves it out: such rows are not counted here, neither as right nor as wrong.
 import contextlib
 import importlib
 import io
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -156,7 +157,7 @@ def slices() -> Cell:
                 episode, index = dataset.buffer[number]
                 part_of = dataset.trajectory_slicer(episode, index, SLICE)
                 frames = part_of.observations[part_of.masks > 0].reshape(-1, 3)
-                joined = any(not follows(*pair) for pair in zip(frames, frames[1:], strict=False))
+                joined = any(not follows(*pair) for pair in itertools.pairwise(frames))
                 tally.check(f"{way} {frames.tolist()}", not joined, "joins episodes")
     return tally.cell("joins two episodes", note=NOTE, script=SCRIPT)
 

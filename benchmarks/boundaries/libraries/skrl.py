@@ -5,6 +5,7 @@ in the next step by default. The agents' networks are linear, and the models' ra
 """
 
 import importlib
+import itertools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -441,7 +442,7 @@ def summing(kind: str, at_truncations: bool) -> Any:
             ends = ends.view(-1, SLICE)
             bounds = [0, *(ends[:, :-1].any(0).nonzero()[:, 0] + 1).tolist(), SLICE]
             outs: list[torch.Tensor] = []
-            for begin, end in zip(bounds, bounds[1:], strict=False):
+            for begin, end in itertools.pairwise(bounds):
                 out, state = self.rnn(frames[:, begin:end], state)
                 state = state * ~ends[:, end - 1, None]
                 outs.append(out)
