@@ -415,7 +415,7 @@ def summing(kind: str, at_truncations: bool) -> Any:
             base.__init__(self, device="cpu", **spaces)
             mixed.__init__(self)
             self.num_envs = env.num_envs
-            self.rnn = nn.RNN(3, 3, nonlinearity="relu", bias=False, batch_first=True)
+            self.rnn: Any = nn.RNN(3, 3, nonlinearity="relu", bias=False, batch_first=True)
             self.net = nn.Linear(3, 2 if kind == "CategoricalMixin" else 1)
             self.acted: list[torch.Tensor] = []
             self.trained: list[torch.Tensor] = []
