@@ -88,7 +88,8 @@ def transitions(picker: Any = None) -> Iterator[tuple[str, Row, Any]]:
 def target(transition: Any, reward: float) -> float:
     """Return the target that its algorithms compute: the value is discounted by as many steps as were summed."""
     after = float(value(np.asarray(transition.next_observation).reshape(3)))
-    return reward + (1 - transition.terminal) * GAMMA**transition.interval * after
+    going_on = 1 - float(transition.terminal)
+    return reward + going_on * GAMMA ** int(transition.interval) * after
 
 
 def both_ends() -> Cell:

@@ -123,10 +123,9 @@ def saved_buffer() -> Cell:
 
     tally = Tally()
     frames = np.asarray(read.experience["observation"])
-    for step, rows in enumerate(PLAN.rows(STEPS)):
+    for number, rows in enumerate(PLAN.rows(STEPS)):
         for row in rows:
-            seen = frames[row.env, step] if step < frames.shape[1] else np.zeros(0)
-            tally.compare(row.key, seen, row.observation)
+            tally.compare(row.key, frames[row.env, number : number + 1], row.observation[None])
     return tally.cell("a row is missing or another")
 
 

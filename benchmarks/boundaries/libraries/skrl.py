@@ -415,13 +415,14 @@ def summing(kind: str, at_truncations: bool) -> Any:
             base.__init__(self, device="cpu", **spaces)
             mixed.__init__(self)
             self.num_envs = env.num_envs
-            self.rnn: Any = nn.RNN(3, 3, nonlinearity="relu", bias=False, batch_first=True)
+            cell: Any = nn.RNN(3, 3, nonlinearity="relu", bias=False, batch_first=True)
             self.net = nn.Linear(3, 2 if kind == "CategoricalMixin" else 1)
             self.acted: list[torch.Tensor] = []
             self.trained: list[torch.Tensor] = []
             with torch.no_grad():
-                self.rnn.weight_ih_l0.copy_(torch.eye(3))
-                self.rnn.weight_hh_l0.copy_(torch.eye(3))
+                cell.weight_ih_l0.copy_(torch.eye(3))
+                cell.weight_hh_l0.copy_(torch.eye(3))
+            self.rnn = cell
 
         def get_specification(self) -> Any:
             return {"rnn": {"sequence_length": SLICE, "sizes": [(1, self.num_envs, 3)]}}
