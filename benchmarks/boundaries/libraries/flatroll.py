@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 from benchmarks.boundaries import fixtures as given
 from benchmarks.boundaries.cells import Cell, Tally
@@ -11,6 +11,7 @@ from benchmarks.boundaries.fixtures import PLAN, STEPS, Key, Row
 PACKAGE = "flatroll"
 MODES = ("NextStep", "SameStep", "Disabled")
 CAPACITY = 20  # of both envs' rows: the write head stands within episodes
+Newest: TypeAlias = dict[tuple[int, int], Key]  # by (env, episode): its newest row
 WINDOW = 6  # vector steps of a collected batch: windows cut episodes
 
 
@@ -93,25 +94,25 @@ def dead_rows() -> Cell:
     return tally.cell("no transition")
 
 
-def filled(env: Any, **options: Any) -> tuple[Any, dict[int, Key]]:
-    """Return a buffer whose ring has been overwritten, and each env's newest row."""
+def filled(env: Any, **options: Any) -> tuple[Any, Newest]:
+    """Return a buffer whose ring has been overwritten, and each episode's newest row."""
     from flatroll.buffers import LazyTensorStorage, ReplayBuffer
 
     buffer = ReplayBuffer(storage=LazyTensorStorage(CAPACITY), **options)
-    newest: dict[int, Key] = {}
+    newest: Newest = {}
     for batch in batches(env):
         buffer.extend(batch)
-        newest |= {row.env: row.key for row in rows_of(batch)}
+        newest |= {row.key[:2]: row.key for row in rows_of(batch)}
     return buffer, newest
 
 
-def check_n_step(buffer: Any, newest: dict[int, Key], tally: Tally) -> None:
+def check_n_step(buffer: Any, newest: Newest, tally: Tally, rows: int = CAPACITY) -> None:
     """Compare the n-step targets of all rows of a buffer, drawn in one pass."""
     from flatroll.estimators import TD0Estimator
 
-    sample = TD0Estimator(gamma=given.GAMMA, value_network=critic())(buffer.sample(CAPACITY))
+    sample = TD0Estimator(gamma=given.GAMMA, value_network=critic())(buffer.sample(rows))
     for row, target in zip(rows_of(sample), sample["value_target"].squeeze(-1).tolist(), strict=True):
-        tally.compare(row.key, target, PLAN.n_step_target(row.key, newest=newest[row.env]))
+        tally.compare(row.key, target, PLAN.n_step_target(row.key, newest=newest[row.key[:2]]))
 
 
 def n_step_parts() -> dict[str, Any]:
@@ -357,28 +358,38 @@ def saved_buffer() -> Cell:
             row = PLAN.row(given.key_of(before))
             tally.compare((mode, row.key), [*after, reward], [*row.next_observation, row.reward])
 
-        check_n_step(*saved_and_continued(mode, n_step_parts), tally)
+        check_n_step(*saved_and_continued(mode, n_step_parts), tally, 6 * WINDOW * PLAN.num_envs)
     return tally.cell("rows at the seam differ")
 
 
-def saved_and_continued(mode: str, parts: Callable[[], dict[str, Any]]) -> tuple[Any, dict[int, Key]]:
-    """Return a buffer that was saved and loaded after its second batch, and each env's newest row."""
+def saved_and_continued(mode: str, parts: Callable[[], dict[str, Any]]) -> tuple[Any, Newest]:
+    """Return a buffer that was saved within episodes, loaded and continued, and each episode's newest row.
+
+    A new collector continues it over new envs, which begin with episode 8 and are reset, as in a new process.
+    """
     from flatroll.buffers import LazyTensorStorage, ReplayBuffer
 
     def make() -> Any:
-        return ReplayBuffer(storage=LazyTensorStorage(CAPACITY, compact_obs=True), **parts())
+        return ReplayBuffer(storage=LazyTensorStorage(3 * CAPACITY, compact_obs=True), **parts())
 
     buffer = make()
-    newest: dict[int, Key] = {}
-    for number, batch in enumerate(batches(given.vector_env(mode))):
-        buffer.extend(batch)
-        newest |= {row.env: row.key for row in rows_of(batch)}
-        if number == 1:
-            loaded = make()
-            with tempfile.TemporaryDirectory() as folder:
-                buffer.dumps(folder)
-                loaded.loads(folder)
-            buffer = loaded
+    newest: Newest = {}
+    env = given.vector_env(mode)
+    for run in range(2):
+        for batch in batches(env, steps=3 * WINDOW):
+            buffer.extend(batch)
+            newest |= {row.key[:2]: row.key for row in rows_of(batch)}
+        if run == 1:
+            break
+
+        loaded = make()
+        with tempfile.TemporaryDirectory() as folder:
+            buffer.dumps(folder)
+            loaded.loads(folder)
+        buffer = loaded
+        env = given.vector_env(mode)
+        for scripted in env.envs:
+            scripted.unwrapped.episode = 7
     return buffer, newest
 
 

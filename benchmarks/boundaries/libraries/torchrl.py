@@ -402,7 +402,7 @@ def saved_buffer() -> Cell:
     for batch in batches(serial_env(first=20)):
         two.extend(batch)
     check_slices(two, tally, "by ids")
-    return tally.cell("joins rows over the seam", script="torchrl_slices_over_the_seam.sh")
+    return tally.cell("joins rows over the seam")
 
 
 def passes() -> Cell:
