@@ -219,7 +219,7 @@ def passes() -> Cell:
     return tally.cell(
         "the last rows are left out, every time",
         note=f"48 rows in {MINIBATCHES} minibatches; none where the minibatches divide the rows",
-        script="rsl_rl_minibatches.sh",
+        script="rsl_rl_time_outs.sh",
     )
 
 

@@ -317,7 +317,7 @@ def slices() -> Cell:
     return tally.cell(
         "joins the newest row with the oldest, unmarked",
         note="in a memory that has wrapped; sequences never join envs, and ends are marked by the sampled flags",
-        script="skrl_sequences.sh",
+        script="skrl_memory.sh",
     )
 
 
@@ -333,7 +333,7 @@ def passes() -> Cell:
     return tally.cell(
         "the last rows are left out, every time",
         note=f"48 rows in {MINIBATCHES} minibatches; none where the minibatches divide the rows",
-        script="skrl_sample_all.sh",
+        script="skrl_memory.sh",
     )
 
 
@@ -352,7 +352,7 @@ def saved_buffer() -> Cell:
     return tally.cell(
         "sampled rows stay NaN after load",
         note="load() sets attributes that neither sample nor get_tensor_by_name reads, and len() stays 0",
-        script="skrl_loaded_memory.sh",
+        script="skrl_memory.sh",
     )
 
 

@@ -112,7 +112,7 @@ def last_info() -> Cell:
             tally.compare(f"{row.key} agent {number}", info["row"], reward_of(row.key))
     return tally.cell(
         "the entry of the reset that follows",
-        note="entries that the reset does not have are right",
+        note="entries that the reset does not have are right; its source merges them so on purpose",
         script="supersuit_last_infos.sh",
     )
 
