@@ -12,6 +12,7 @@
 #   make lint     ruff, mypy --strict, pyright
 #   make docs     build the documentation site into out/site, strictly
 #   make bench    run the benchmarks, tables to out/bench   (ARGS="collector scan" picks some)
+#   make boundaries  count wrong rows at the edges of episodes in many libraries, and write their page   (ARGS="--libraries torchrl")
 #   make format   let ruff sort imports and lay out the code
 #   make clean    remove .venv and everything that was built
 # PYTHON=/path/to/python picks the interpreter for .venv.
@@ -25,7 +26,7 @@ WORKERS ?= 2
 # the same files again, if the second variable came with a value.
 TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
-.PHONY: demo test long trainers ray versions interop simulators simulators-slow gpu lint lint-style lint-mypy lint-pyright bench format constraints clean setup
+.PHONY: demo test long trainers ray versions interop simulators simulators-slow gpu lint lint-style lint-mypy lint-pyright bench boundaries format constraints clean setup
 
 demo: $(VENV)/.user
 	$(BIN)/python -m flatroll demo $(ARGS)
@@ -114,6 +115,10 @@ docs: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m flatroll bench --out out/bench $(ARGS)
+
+# Each library in an environment of its own under .venv-versions; one that does not install is skipped with its reason.
+boundaries: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.boundaries.everything $(ARGS)
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix

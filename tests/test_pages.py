@@ -89,6 +89,7 @@ def test_a_run_replaces_its_row_of_the_table_of_versions(tmp_path: Path) -> None
 
 # Pages that a program writes, which grow with what it measures or lists.
 WRITTEN = {
+    "benchmarks/boundaries.md": "rows of every library, by `make boundaries`",
     "benchmarks/recurrent.md": "tables of `python -m flatroll bench recurrent`",
     "one_batch.md": "a row per function, by `python -m docs.draw_ways`",
     "one_save.md": "a row per function, by `python -m docs.draw_ways`",

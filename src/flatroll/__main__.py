@@ -103,6 +103,8 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("names", nargs="*", metavar="NAME", help="names of benchmarks (default: all)")
     bench.add_argument("--list", action="store_true", help="print the names and exit")
     bench.add_argument("--out", type=Path, metavar="DIR", help="also write each table to DIR/NAME.txt")
+    bench.add_argument("--libraries", nargs="+", metavar="NAME", help="packages that boundaries compares")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="also write the rows of boundaries to FILE")
     bench.set_defaults(run=run_bench)
 
     compiler = commands.add_parser("compile", help="compile the kernels ahead of time (once per machine)")
@@ -257,12 +259,27 @@ def run_bench(arguments: argparse.Namespace) -> int:
         print("\n".join(names))
         return 0
 
-    commands = {name: [sys.executable, "-m", known[name]] for name in names}
+    options = boundary_options(arguments, names)
+    commands = {name: [sys.executable, "-m", known[name], *options] for name in names}
     failed = [name for name, command in commands.items() if not run_and_keep(name, command, arguments.out)]
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
         return 1
     return 0
+
+
+def boundary_options(arguments: argparse.Namespace, names: list[str]) -> list[str]:
+    """Return the options that the benchmark ``boundaries`` is started with; no other one has any."""
+    options: list[str] = []
+    if arguments.libraries:
+        options += ["--libraries", *arguments.libraries]
+    if arguments.json is not None:
+        options += ["--json", str(arguments.json.resolve())]
+    if options and names != ["boundaries"]:
+        raise CommandError(
+            f"{options[0]} is an option of boundaries alone: flatroll bench boundaries {options[0]} ..."
+        )
+    return options
 
 
 def run_compile(arguments: argparse.Namespace) -> int:
