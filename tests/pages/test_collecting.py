@@ -205,7 +205,7 @@ def test_states_in_few_rows(until) -> None:
 
 def test_resuming(until) -> None:
     """Both collectors' rows are an env's own, and no id comes twice."""
-    space = until("docs/collecting/resuming.md", "resumed.load_state_dict(state)")
+    space = until("docs/collecting/resuming.md", "resumed = Collector(cartpoles")
     assert_as_played(space["batch"], gym.make_vec("CartPole-v1", num_envs=2), seed=0)
     later = next(space["resumed"])
     assert space["resumed"].frames == 192
@@ -214,6 +214,14 @@ def test_resuming(until) -> None:
         for before, after in zip(stream[:-1].unbind(0), stream[1:].unbind(0), strict=True):
             follows = torch.equal(before["next", "observation"], after["observation"])
             assert follows != bool(before["next", "done"])
+
+
+def test_resuming_in_the_middle_of_an_episode(until) -> None:
+    """Both go on with the same rows, none of which begins an episode of a reset."""
+    space = until("docs/collecting/resuming.md", "collector.state_dict(episodes=True)")
+    rows, again = next(space["collector"]), next(space["resumed"])
+    assert (rows == again).all()
+    assert not rows["is_init"][0]
 
 
 # workers.md

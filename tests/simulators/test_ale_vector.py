@@ -1,6 +1,5 @@
 """ale-py's own vector env, every row against single emulators with the same seeds and actions."""
 
-import time
 from typing import Any
 
 import gymnasium as gym
@@ -53,16 +52,14 @@ NAMES = {
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", CASES)
-def test_rows_are_those_of_single_emulators(case: str, mode: str, report: Any, record_property: Any) -> None:
+def test_rows_are_those_of_single_emulators(case: str, mode: str, report: Any) -> None:
     chosen = CASES[case]
     if chosen.get("lives_end") and mode == "NextStep":
         pytest.skip("refused, see below")
     options = {NAMES[name]: value for name, value in chosen.items()}
     height, width = SCREEN
-    began = time.perf_counter()
-    env = make(mode, img_height=height, img_width=width, **options)
+    env = report.start(lambda: make(mode, img_height=height, img_width=width, **options))
     batch = rollout(env, num_steps=STEPS, seed=SEED)
-    record_property("first", f"{time.perf_counter() - began:.0f}")
     env.close()
     # A lost life is followed by the same game, which audit suspects to be a reset.
     found = {finding.rule for finding in audit(batch)}
@@ -74,7 +71,7 @@ def test_rows_are_those_of_single_emulators(case: str, mode: str, report: Any, r
     expected = play_singles(games, SEED, of_envs["action"].numpy())
     wrong = sum(count_wrong(of_envs[number], rows) for number, rows in enumerate(expected))
     ends = int(batch["next", "done"].sum())
-    report.add(f"AtariVectorEnv, Breakout, {case}", "ale-py", mode, Counts(len(batch), wrong, ends))
+    report.add(f"AtariVectorEnv, Breakout, {case}, {mode}", "ale-py", mode, Counts(len(batch), wrong, ends))
     assert len(batch) == ENVS * STEPS
     assert wrong == 0
     assert ends >= 2

@@ -369,7 +369,9 @@ def _find_collectors(parts: Mapping[str, Stateful], rng: bool) -> dict[str, Rest
             f"{type(collector).__name__}: leave exact out"
         )
 
-    collectors = {name: part for name, part in parts.items() if isinstance(part, Restarts)}
+    collectors: dict[str, Restarts] = {
+        name: part for name, part in parts.items() if isinstance(part, Restarts)
+    }
     if not rng:
         raise ValueError("exact=True needs the random generators: leave rng=False out")
     for name, part in collectors.items():
