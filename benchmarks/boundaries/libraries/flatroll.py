@@ -195,9 +195,10 @@ def hidden_state() -> Cell:
     torch.manual_seed(0)
     gru = GRUModule(3, 4, in_key="observation", out_key="features")
     act = TensorDictModule(lambda x: (x[..., 0] > 0).long(), ["features"], ["action"])
+    parts: Any = [gru, act]
     tally = Tally()
     for mode in MODES:
-        for batch in batches(given.vector_env(mode), TensorDictSequential(gru, act)):
+        for batch in batches(given.vector_env(mode), TensorDictSequential(*parts)):
             with torch.no_grad(), set_recurrent_mode("recurrent"):
                 again = gru(batch.copy().exclude("features"))
             outputs = {"acting": batch["features"], "training": again["features"]}
@@ -272,7 +273,8 @@ def check_vtrace(tally: Tally) -> None:
 
     even = TensorDictModule(lambda x: torch.zeros(*x.shape[:-1], 2), ["observation"], ["logits"])
     head = ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical)
-    actor = ProbabilisticTensorDictSequential(even, head)
+    parts: Any = [even, head]
+    actor = ProbabilisticTensorDictSequential(*parts)
     vtrace = VTrace(gamma=given.GAMMA, actor_network=actor, value_network=critic())
 
     def ratio(row: Row) -> float:  # the behaviour's probability was 1/2, or 1
@@ -388,8 +390,9 @@ def saved_and_continued(mode: str, parts: Callable[[], dict[str, Any]]) -> tuple
             loaded.loads(folder)
         buffer = loaded
         env = given.vector_env(mode)
-        for scripted in env.envs:
-            scripted.unwrapped.episode = 7
+        for one in env.envs:
+            scripted: Any = one.unwrapped
+            scripted.episode = 7
     return buffer, newest
 
 

@@ -42,9 +42,9 @@ def make_collector(
     **options: Any,
 ) -> Any:
     """Return a collector over the scripted envs, whose first episode is number ``first``."""
-    from tianshou.algorithm.algorithm_base import Policy
-    from tianshou.data import Batch, Collector, VectorReplayBuffer
-    from tianshou.env import DummyVectorEnv
+    from tianshou.algorithm.algorithm_base import Policy  # pyright: ignore[reportMissingImports]
+    from tianshou.data import Batch, Collector, VectorReplayBuffer  # pyright: ignore[reportMissingImports]
+    from tianshou.env import DummyVectorEnv  # pyright: ignore[reportMissingImports]
 
     class Zeros(Policy):
         def forward(self, batch: Any, state: Any = None, **kwargs: Any) -> Any:
@@ -83,7 +83,7 @@ def rows_of(batch: Any) -> list[Row]:
 
 def episodic(buffer: Any, lmbda: float) -> tuple[Any, Any, Any]:
     """Return rows, returns and advantages, as the on-policy algorithms compute them, with the scripted values."""
-    from tianshou.algorithm.algorithm_base import Algorithm
+    from tianshou.algorithm.algorithm_base import Algorithm  # pyright: ignore[reportMissingImports]
 
     batch, indices = all_rows(buffer)
     returns, gains = Algorithm.compute_episodic_return(
@@ -101,7 +101,7 @@ def episodic(buffer: Any, lmbda: float) -> tuple[Any, Any, Any]:
 def n_step_targets(buffer: Any, n: int) -> tuple[list[Row], Any]:
     """Return rows and n-step targets, as the off-policy algorithms compute them, with the scripted values."""
     import torch
-    from tianshou.algorithm.algorithm_base import Algorithm
+    from tianshou.algorithm.algorithm_base import Algorithm  # pyright: ignore[reportMissingImports]
 
     def values(buffer: Any, indices: Any) -> Any:
         return torch.as_tensor(given.value(buffer[indices].obs_next))
@@ -214,7 +214,7 @@ def episode_statistics() -> Cell:
 
 
 def normaliser() -> Cell:
-    from tianshou.env import VectorEnvNormObs
+    from tianshou.env import VectorEnvNormObs  # pyright: ignore[reportMissingImports]
 
     collector = make_collector(wrap=VectorEnvNormObs, one_hot=True)
     collector.reset()
@@ -233,7 +233,7 @@ def normaliser() -> Cell:
 
 def saved_buffer() -> Cell:
     """A buffer saved within episodes, loaded and continued by a new collector: rows, and n-step sums over the seam."""
-    from tianshou.data import VectorReplayBuffer
+    from tianshou.data import VectorReplayBuffer  # pyright: ignore[reportMissingImports]
 
     one = collected(3 * LANE, 9)
     ends = newest_rows(one)

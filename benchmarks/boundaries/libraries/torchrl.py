@@ -244,10 +244,11 @@ def slices() -> Cell:
 def frame_stacks() -> Cell:
     from torchrl.envs import CatFrames, Compose, TransformedEnv, UnsqueezeTransform
 
-    stacking = Compose(
+    stacks: Any = [
         UnsqueezeTransform(-2, in_keys=["observation"], out_keys=["frames"]),
         CatFrames(given.STACK, dim=-2, in_keys=["frames"]),
-    )
+    ]
+    stacking = Compose(*stacks)
     tally = Tally()
     for batch in batches(TransformedEnv(serial_env(), stacking)):
         stacks = batch["frames"].reshape(-1, given.STACK, 3)
@@ -272,7 +273,8 @@ def hidden_state() -> Cell:
     env.append_transform(lstm.make_tensordict_primer())
     tally = Tally()
     by_part = {"acting": 0, "training": 0}
-    for batch in batches(env, TensorDictSequential(lstm, act)):
+    parts: Any = [lstm, act]
+    for batch in batches(env, TensorDictSequential(*parts)):
         with torch.no_grad(), set_recurrent_mode(True):
             again = lstm(batch.clone().exclude("features"))
         for part, output in (("acting", batch["features"]), ("training", again["features"])):
@@ -319,7 +321,8 @@ def advantages() -> Cell:
     head = ProbabilisticTensorDictModule(
         in_keys=["logits"], out_keys=["action"], distribution_class=torch.distributions.OneHotCategorical
     )
-    actor = ProbabilisticTensorDictSequential(even, head)
+    parts: Any = [even, head]
+    actor = ProbabilisticTensorDictSequential(*parts)
     vtrace = VTrace(gamma=given.GAMMA, actor_network=actor, value_network=critic())
 
     def ratio(row: Row) -> float:  # the behaviour's probability was 1/2, or 1
@@ -347,8 +350,9 @@ def advantages() -> Cell:
 def episode_statistics() -> Cell:
     from torchrl.envs import Compose, RewardSum, StepCounter, TransformedEnv
 
+    sums: Any = [RewardSum(), StepCounter()]
     tally = Tally()
-    for batch in batches(TransformedEnv(serial_env(), Compose(RewardSum(), StepCounter()))):
+    for batch in batches(TransformedEnv(serial_env(), Compose(*sums))):
         gains = batch["next", "episode_reward"].flatten().tolist()
         lengths = batch["next", "step_count"].flatten().tolist()
         for row, gain, length in zip(rows_of(batch), gains, lengths, strict=True):
@@ -361,7 +365,7 @@ def normaliser() -> Cell:
     """VecNorm without decay, which weighs each item the same; its rewards are centred, another formula than here."""
     from torchrl.envs import TransformedEnv, VecNormV2
 
-    norm = VecNormV2(in_keys=["observation"], out_keys=["normed"], decay=1.0, reduce_batch_dims=True)
+    norm: Any = VecNormV2(in_keys=["observation"], out_keys=["normed"], decay=1.0, reduce_batch_dims=True)
     env = TransformedEnv(serial_env(one_hot=True), norm)
     for _ in batches(env):
         pass
