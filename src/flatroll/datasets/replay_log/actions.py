@@ -151,7 +151,12 @@ class ActionCode:
             raise ValueError(f"{key!r} is no key")
         if not all(type(n) is int for n in (*shape, low, bits)):
             raise ValueError(f"{value!r} is no code of actions")
-        if any(n < 0 for n in shape) or prod(shape) > 2**24 or not 0 <= bits <= _MOST_BITS or abs(low) > 2**40:
+        if (
+            any(n < 0 for n in shape)
+            or prod(shape) > 2**24
+            or not 0 <= bits <= _MOST_BITS
+            or abs(low) > 2**40
+        ):
             raise ValueError(f"{value!r} is no code of actions")
         plain = key[0] if len(key) == 1 else tuple(key)
         return cls(plain, DTYPES[dtype], tuple(shape), low, bits)
@@ -203,5 +208,9 @@ Bytes = npt.NDArray[np.uint8]
 def join_bytes(parts: Sequence[bytes]) -> tuple[Tensor, Tensor]:
     """Return byte strings end to end, uint8 ``[M]``, and their lengths, int64 ``[n]``."""
     joined = b"".join(parts)
-    values = torch.frombuffer(bytearray(joined), dtype=torch.uint8) if joined else torch.zeros(0, dtype=torch.uint8)
+    values = (
+        torch.frombuffer(bytearray(joined), dtype=torch.uint8)
+        if joined
+        else torch.zeros(0, dtype=torch.uint8)
+    )
     return values, torch.tensor([len(part) for part in parts], dtype=torch.int64)

@@ -1,6 +1,7 @@
 """Digests of rows: 64 bits for each row, of the bytes of its columns, and a checksum of the rows of each env."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,10 +43,10 @@ def digest_rows(columns: Sequence[Tensor]) -> Words:
             narrow.append(data)
             continue
 
-        memory = memoryview(data.reshape(-1))
+        flat: Any = data.reshape(-1)
+        memory = memoryview(flat)
         digests = [
-            xxhash.xxh3_64_intdigest(memory[at : at + width], number)
-            for at in range(0, rows * width, width)
+            xxhash.xxh3_64_intdigest(memory[at : at + width], number) for at in range(0, rows * width, width)
         ]
         total += np.array(digests, np.uint64)
 
@@ -107,7 +108,8 @@ def digest_batch(
 
 def checksums(digests: Words, counts: npt.NDArray[np.int64]) -> Words:
     """Return a checksum of the rows of each env, which lie one env after the other."""
-    memory = memoryview(digests).cast("B")
+    words: Any = digests
+    memory = memoryview(words).cast("B")
     ends = np.cumsum(counts) * 8
     begins = ends - counts * 8
     found = [
@@ -125,4 +127,3 @@ def _bytes_of_rows(column: Tensor) -> npt.NDArray[np.uint8]:
         return np.zeros((rows, 0), np.uint8)
     flat = plain.reshape(-1).view(torch.uint8)
     return flat.numpy().reshape(rows, -1)
-

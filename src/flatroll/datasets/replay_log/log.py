@@ -48,9 +48,7 @@ class ReplayLog(Facts):
     (40, True)
     """
 
-    def __init__(
-        self, path: str | PathLike[str], *, create_env_fn: Callable[[], Any] | None = None
-    ) -> None:
+    def __init__(self, path: str | PathLike[str], *, create_env_fn: Callable[[], Any] | None = None) -> None:
         self.path = check_path("path", path)
         if create_env_fn is not None:
             check_function("create_env_fn", create_env_fn)

@@ -1,6 +1,7 @@
 """Recipes: what a log knows of its env, and how the env is made again from it."""
 
 import copy
+import inspect
 import platform
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -147,7 +148,9 @@ def describe(logged: LoggedEnv) -> Recipe:
     if source.agents is not None:
         raise CannotRemakeError("log= cannot record games of several agents yet")
     if stream.capabilities.device.type != "cpu" and logged.make is None:
-        raise CannotRemakeError(f"log= needs a function for an env on {stream.capabilities.device}: {_PASS_A_FUNCTION}")
+        raise CannotRemakeError(
+            f"log= needs a function for an env on {stream.capabilities.device}: {_PASS_A_FUNCTION}"
+        )
 
     markers = _describe_markers(facts)
     kind = "function"
@@ -174,7 +177,9 @@ def describe(logged: LoggedEnv) -> Recipe:
         problem = "its stack has wrappers that a log does not know"
 
     if kind == "function" and logged.make is None:
-        raise CannotRemakeError(f"log= needs an env that can be made again, and {problem}: {_PASS_A_FUNCTION}")
+        raise CannotRemakeError(
+            f"log= needs an env that can be made again, and {problem}: {_PASS_A_FUNCTION}"
+        )
 
     return Recipe(
         kind=kind,
@@ -248,10 +253,13 @@ def _describe_env(env: Any) -> dict[str, Any]:
 
     wrappers = []
     for wrapper in spec.additional_wrappers:
-        if wrapper.kwargs is None:
-            raise CannotRemakeError(f"the wrapper {wrapper.name} does not record its arguments")
         _check_wrapper(wrapper.entry_point)
-        wrappers.append((wrapper.name, wrapper.entry_point, dict(wrapper.kwargs)))
+        arguments = wrapper.kwargs
+        if arguments is None and _takes_only_env(_load_wrapper(wrapper.entry_point)):
+            arguments = {}
+        if arguments is None:
+            raise CannotRemakeError(f"the wrapper {wrapper.name} does not record its arguments")
+        wrappers.append((wrapper.name, wrapper.entry_point, dict(arguments)))
 
     return _plain(
         {
@@ -283,7 +291,9 @@ def _plain(description: dict[str, Any]) -> dict[str, Any]:
     try:
         copied: dict[str, Any] = unpack(*pack(description))
     except (TypeError, ValueError) as error:
-        raise CannotRemakeError(f"the arguments of {description['id']} are no plain values ({error})") from None
+        raise CannotRemakeError(
+            f"the arguments of {description['id']} are no plain values ({error})"
+        ) from None
     return copied
 
 
@@ -309,14 +319,33 @@ def _name_of(source: Any, envs: list[dict[str, Any]]) -> str:
     if envs:
         return ", ".join(sorted({str(env["id"]) for env in envs}))
     env = source.env if source.env is not None else source
+    if isinstance(env, SyncVectorEnv):
+        env = env.envs[0]
     return type(getattr(env, "unwrapped", env)).__name__
 
 
 def _check_wrapper(entry_point: Any) -> None:
     """Raise CannotRemakeError for a wrapper that a log must not name."""
-    allowed = isinstance(entry_point, str) and entry_point.startswith(_WRAPPERS) and entry_point.count(":") == 1
+    allowed = (
+        isinstance(entry_point, str) and entry_point.startswith(_WRAPPERS) and entry_point.count(":") == 1
+    )
     if not allowed or entry_point.endswith(_NOT):
         raise CannotRemakeError(f"the wrapper {str(entry_point)[:100]!r} is not one that a log may name")
+
+
+def _load_wrapper(entry_point: Any) -> type:
+    """Return the class of a wrapper that a log may name."""
+    _check_wrapper(entry_point)
+    module, _, attribute = entry_point.partition(":")
+    found = getattr(import_module(module), attribute, None)
+    if not isinstance(found, type) or not issubclass(found, gymnasium.Wrapper):
+        raise CannotRemakeError(f"{entry_point!r} is no wrapper of Gymnasium")
+    return found
+
+
+def _takes_only_env(wrapper: type) -> bool:
+    """Return whether a wrapper has no argument but the env."""
+    return [*inspect.signature(wrapper).parameters] == ["env"]
 
 
 class EnvMaker:
@@ -381,13 +410,15 @@ class EnvMaker:
     def alone(self, env: int) -> EnvFacts:
         """Make one of the envs, with the markers around it; the caller closes ``facts.env``."""
         recipe = self.recipe
+        made: Any
         if self._function is None:
             made = _make_one(self._described(env))
         else:
             made = self._part_of_function(env)
 
         if recipe.mode is not None:
-            made = SyncVectorEnv([lambda: made], autoreset_mode=AutoresetMode(recipe.mode))
+            one = made
+            made = SyncVectorEnv([lambda: one], autoreset_mode=AutoresetMode(recipe.mode))
         return self._facts(self._wrap(made))
 
     def _part_of_function(self, env: int) -> Any:
@@ -451,11 +482,7 @@ def _make_one(described: Mapping[str, Any]) -> gymnasium.Env[Any, Any]:
 
     wrappers = []
     for name, entry_point, arguments in described["wrappers"]:
-        _check_wrapper(entry_point)
-        module, _, attribute = entry_point.partition(":")
-        found = getattr(import_module(module), attribute, None)
-        if not isinstance(found, type) or not issubclass(found, gymnasium.Wrapper):
-            raise CannotRemakeError(f"{entry_point!r} is no wrapper of Gymnasium")
+        _load_wrapper(entry_point)
         wrappers.append(WrapperSpec(name, entry_point, arguments))
 
     spec.kwargs = kwargs
@@ -486,7 +513,9 @@ def _import_registering(package: str, name: str) -> None:
         import_module(package)
     except ImportError as error:
         distribution = _BESIDE.get(package, package)
-        raise ImportError(f"the log's env, {name[:100]}, needs {package}: pip install {distribution}") from error
+        raise ImportError(
+            f"the log's env, {name[:100]}, needs {package}: pip install {distribution}"
+        ) from error
 
 
 def versions_here(facts: EnvFacts) -> dict[str, str]:
@@ -526,4 +555,3 @@ def differing_versions(then: Mapping[str, str], now: Mapping[str, str]) -> list[
         for name, version in sorted(then.items())
         if now.get(name) != version
     ]
-

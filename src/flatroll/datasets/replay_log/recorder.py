@@ -23,7 +23,15 @@ from flatroll.datasets.replay_log.replay import (
     pack_kept,
 )
 from flatroll.datasets.replay_log.saves import generator_of, single_envs
-from flatroll.datasets.replay_log.windows import NEW, RESTART, UNSEEDED, Ints, Window, Windows, generator_words
+from flatroll.datasets.replay_log.windows import (
+    NEW,
+    RESTART,
+    UNSEEDED,
+    Ints,
+    Window,
+    Windows,
+    generator_words,
+)
 from flatroll.disk.folder import Folder
 from flatroll.disk.state_tree import pack, unpack
 from flatroll.layout.keys import (
@@ -162,7 +170,9 @@ class Recorder:
         digests = layout.digest(batch, final)
         outputs = b""
         if layout.outputs:
-            outputs = pack_bytes({"columns": [(form.key, batch.get(form.key).cpu()) for form in layout.outputs]})
+            outputs = pack_bytes(
+                {"columns": [(form.key, batch.get(form.key).cpu()) for form in layout.outputs]}
+            )
 
         window = Window(
             counts=counts,
@@ -200,7 +210,9 @@ class Recorder:
             "layout": layout.to_tree(),
             "versions": self._versions,
         }
-        self._folder.publish(*pack(tree), extra={"kind": KIND, "env": self._recipe.name, "envs": self._num_envs})
+        self._folder.publish(
+            *pack(tree), extra={"kind": KIND, "env": self._recipe.name, "envs": self._num_envs}
+        )
         self._windows = Windows(self._folder, self._num_envs, len(layout.actions))
 
     def _layout_of(self, batch: TensorDict) -> Layout:
@@ -317,9 +329,7 @@ class Recorder:
             return
 
         if self._replayer is None:
-            self._replayer = Replayer(
-                windows, self._layout_here(), self._maker(), _no_text, self._num_envs
-            )
+            self._replayer = Replayer(windows, self._layout_here(), self._maker(), _no_text, self._num_envs)
         replayer = self._replayer
 
         windows.add(window)
@@ -385,7 +395,9 @@ def read_description(json: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
     if not isinstance(tree, dict) or tree.get("kind") != KIND:
         raise ValueError("the folder holds no replay log")
     if tree.get("form") != FORM:
-        raise ValueError(f"the replay log has form {tree.get('form')!r}, this version reads {FORM}: install a later one")
+        raise ValueError(
+            f"the replay log has form {tree.get('form')!r}, this version reads {FORM}: install a later one"
+        )
     versions = tree.get("versions")
     if not isinstance(versions, dict) or not all(isinstance(v, str) for v in (*versions, *versions.values())):
         raise ValueError("the replay log does not say its versions")
@@ -395,4 +407,3 @@ def read_description(json: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
 def open_recorder(path: str | PathLike[str], logged: LoggedEnv, runner: Any) -> Recorder:
     """Open a log for a collector's runner."""
     return Recorder(path, logged, runner)
-

@@ -313,7 +313,10 @@ class Replayer:
                 stop += 1
             if windows.kept[number]:
                 made = [self._kept_rows(one) for one in range(number, stop)]
-                parts += [self._cut(one, batch, first, end) for one, batch in zip(range(number, stop), made, strict=True)]
+                parts += [
+                    self._cut(one, batch, first, end)
+                    for one, batch in zip(range(number, stop), made, strict=True)
+                ]
             else:
                 parts += self._made_rows(number, stop, first, end)
             number = stop
@@ -717,4 +720,3 @@ def pack_kept(layout: Layout, batch: TensorDict, final: TensorDict | None) -> by
         rows = final.get("row")
         lasts = [(key, final.get(next_key(key)).cpu()) for key in layout.obs]
     return pack_bytes({"columns": columns, "final": lasts, "final_rows": rows.cpu()})
-

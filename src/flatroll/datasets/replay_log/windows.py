@@ -172,7 +172,9 @@ class Windows:
             save = window.saves[at : at + int(restart[8])]
             at += int(restart[8])
             generator = _generator_state(restart[3:8])
-            self.restarts[env].append(Restart(int(before[env] + restart[1]), int(restart[2]), generator, save))
+            self.restarts[env].append(
+                Restart(int(before[env] + restart[1]), int(restart[2]), generator, save)
+            )
 
         self.ends.append(first + window.rows)
         self.env_ends.append(before + window.counts)
