@@ -64,8 +64,8 @@ _TRIED = 4
 class Recorder:
     """Records the resets and rows of a collector's runner.
 
-    The first window is made again at once, then, if envs can be made alone, the rows of one of them in windows 1, 2, 4,
-    8 and so on. From the first row on that differs, rows are kept themselves.
+    The first window is made again at once, then, if envs can be made alone, the rows of one of them in windows 1, 4,
+    16 and so on. From the first row on that differs, rows are kept themselves.
     """
 
     def __init__(self, path: str | PathLike[str], logged: LoggedEnv, runner: Runner) -> None:
@@ -324,7 +324,8 @@ class Recorder:
         """Make some rows of a window again before it is written; keep rows from now on if they differ."""
         number = len(windows)
         alone = self._recipe.alone
-        is_power = number & (number - 1) == 0
+        # 1, 4, 16, ...: one bit, at an even place.
+        is_power = number & (number - 1) == 0 and number.bit_length() % 2 == 1
         if number and not (alone and is_power):
             return
 

@@ -303,7 +303,7 @@ class Replayer:
         windows = self._windows
         begin = bisect_right(windows.ends, first)
         last = bisect_right(windows.ends, end - 1)
-        parts = []
+        parts: list[Any] = []
 
         number = begin
         while number <= last:
@@ -323,8 +323,7 @@ class Replayer:
 
         if len(parts) == 1:
             return parts[0]
-        joined: TensorDict = torch.cat(parts)
-        return joined
+        return torch.cat(parts)
 
     def _cut(self, number: int, batch: TensorDict, first: int, end: int) -> TensorDict:
         """Return the rows of a window's batch that are in ``[first, end)``."""
@@ -391,7 +390,7 @@ class Replayer:
 
     def _rows_alone(self, wanted: Mapping[int, list[int]], first: int, end: int) -> list[TensorDict]:
         """Make the rows of each env alone, and lay them out as they were."""
-        pieces: dict[int, list[TensorDict]] = {number: [] for number in wanted}
+        pieces: dict[int, list[Any]] = {number: [] for number in wanted}
         for env, begin, stop in sorted(self._ranges(wanted)):
             numbers = [number for number in wanted if env in wanted[number]]
             try:
@@ -404,7 +403,7 @@ class Replayer:
 
         made = []
         for number, parts in pieces.items():
-            batch: TensorDict = torch.cat(parts) if len(parts) > 1 else parts[0]
+            batch = parts[0] if len(parts) == 1 else torch.cat(parts)
             # Its first row is that of the first env that is wanted.
             counts = self._windows.get(number).counts
             begin = self._windows.begins(number) + int(counts[: wanted[number][0]].sum())
