@@ -53,8 +53,13 @@ def collect(path: Path, env: Any, batches: int = 6, rows: int = 50, **arguments:
     with Collector(
         env, frames_per_batch=rows, total_frames=rows * batches, log=path, **arguments
     ) as collector:
-        joined: TensorDict = torch.cat(list(collector))
-    return joined
+        rows_of_all: TensorDict = cat(list(collector))
+    return rows_of_all
+
+
+def cat(parts: Any) -> Any:
+    """Join batches; tensordict's types do not know that torch does."""
+    return torch.cat(parts)
 
 
 def as_bytes(column: Tensor) -> bytes:
@@ -81,7 +86,7 @@ def check_slices(log: ReplayLog, expected: TensorDict, count: int = 8, **how: bo
     assert_equal(log.rows(), expected, **how)
     third = len(log) // 3
     pieces = [log[:third], log[third : 2 * third], log[2 * third :]]
-    assert_equal(torch.cat(pieces), expected, **how)
+    assert_equal(cat(pieces), expected, **how)
 
     draw = np.random.default_rng(0)
     for first in draw.integers(0, len(expected), count).tolist():
@@ -276,7 +281,7 @@ def test_options_of_the_collector(tmp_path: Path, arguments: dict[str, Any]) -> 
         collector._runner.lay_out = noted  # type: ignore[method-assign]
         list(collector)
     with ReplayLog(tmp_path / "log") as log:
-        check_slices(log, torch.cat(runs), 4)
+        check_slices(log, cat(runs), 4)
 
 
 def test_compact_rows_come_whole(tmp_path: Path) -> None:
@@ -328,7 +333,7 @@ def test_a_stack_with_other_wrappers_is_made_by_its_function(tmp_path: Path) -> 
 def test_rows_with_and_without_a_log_are_equal(tmp_path: Path) -> None:
     logged = collect(tmp_path / "log", vector())
     with Collector(vector(), frames_per_batch=50, total_frames=300, seed=7) as collector:
-        assert_equal(torch.cat(list(collector)), logged)
+        assert_equal(cat(list(collector)), logged)
 
 
 def test_an_env_that_ignores_its_seed_is_found_out_and_its_rows_kept(
@@ -386,7 +391,7 @@ def test_lost_rows_do_no_harm(tmp_path: Path) -> None:
             collector._closed = True  # the env is used again
             collector._log.close()  # type: ignore[union-attr]
         with ReplayLog(path) as log:
-            check_slices(log, torch.cat(batches), 6)
+            check_slices(log, cat(batches), 6)
 
 
 def test_a_log_is_continued(tmp_path: Path) -> None:
@@ -399,7 +404,7 @@ def test_a_log_is_continued(tmp_path: Path) -> None:
             batches += [next(collector), next(collector)]
             state = collector.state_dict()
     with ReplayLog(tmp_path / "log") as log:
-        check_slices(log, torch.cat(batches), 6)
+        check_slices(log, cat(batches), 6)
     with pytest.raises(
         ValueError, match=r"is the log of CartPole-v1 with 3 envs and other settings: choose another"
     ):
