@@ -648,7 +648,7 @@ def _start_log(
         raise ValueError(f"log= cannot be combined with {conflict}")
 
     make: Any = None
-    if callable(create_env_fn) and not hasattr(create_env_fn, "step"):
+    if isinstance(create_env_fn, type) or (callable(create_env_fn) and not hasattr(create_env_fn, "step")):
         make = create_env_fn
     logged = LoggedEnv(
         facts=facts[0],

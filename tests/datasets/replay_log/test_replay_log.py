@@ -10,7 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -18,7 +18,7 @@ import pytest
 import torch
 from forms import is_long
 from gymnasium.envs.classic_control import CartPoleEnv
-from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import FrameStackObservation, TimeLimit
 from tensordict import TensorDict
 from torch import Tensor
@@ -638,3 +638,37 @@ def test_no_more_is_expanded_than_allowed() -> None:
         expand(packed, 1 << 19)
     with pytest.raises(DamagedFileError, match="more than"):
         expand(b"\x01" + zlib.compress(bytes(1 << 20)), 1 << 19)
+
+
+class OnTorch:
+    """A simulator in torch, whose envs share one generator."""
+
+    num_envs = 3
+    device = torch.device("cpu")
+    single_observation_space = gym.spaces.Box(-1e9, 1e9, (2,))
+    single_action_space = gym.spaces.Discrete(2)
+    metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.SAME_STEP}
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        if seed is not None:
+            self.generator = torch.Generator().manual_seed(seed)
+        self.t = torch.zeros(3)
+        return self.shown(), {}
+
+    def shown(self) -> Tensor:
+        return torch.stack([self.t, torch.rand(3, generator=self.generator)], 1)
+
+    def step(self, action: Tensor) -> Any:
+        self.t = self.t + action
+        ended = self.t > 4
+        last = self.shown()
+        self.t = torch.where(ended, 0, self.t)
+        shown = torch.where(ended[:, None], self.shown(), last)
+        return shown, action.float(), ended, torch.zeros_like(ended), {"final_obs": last}
+
+
+def test_a_simulator_in_torch(tmp_path: Path) -> None:
+    rows = collect(tmp_path / "log", OnTorch)
+    with ReplayLog(tmp_path / "log", create_env_fn=OnTorch) as log:
+        check_slices(log, rows, 3)
+        assert log.kept == 0
