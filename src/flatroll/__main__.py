@@ -138,6 +138,8 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     path: Path = arguments.path
     if path.suffix in POLICY_SUFFIXES and not path.is_dir():
         return run_inspect_policy(path)
+    if is_replay_log(path):
+        return run_inspect_log(arguments)
     if not (path / "meta.json").is_file():
         return run_inspect_folder(arguments)
 
@@ -177,6 +179,41 @@ def run_inspect_policy(path: Path) -> int:
         print(read_record(path).as_text())
     except (OSError, ValueError) as error:
         raise CommandError(str(error)) from None
+    return 0
+
+
+def is_replay_log(path: Path) -> bool:
+    """Return whether a folder's newest version is that of a replay log."""
+    from flatroll.disk import Folder
+
+    try:
+        folder = Folder(path)
+        json = folder.load(strict=True).json if folder.versions() else None
+    except (OSError, ValueError):  # `run_inspect_folder` says what is wrong
+        return False
+    return isinstance(json, list) and ["kind", "replay log"] in json[-1]
+
+
+def run_inspect_log(arguments: argparse.Namespace) -> int:
+    """Describe a replay log; with ``--verify`` make all its rows again. Return 1 if one differs."""
+    from flatroll.datasets import ReplayLog, ReplayMismatchError
+    from flatroll.datasets.replay_log.log import describe_log
+
+    path: Path = arguments.path
+    try:
+        log = ReplayLog(path)
+        print(describe_log(log))
+        if not arguments.verify:
+            print("\n--verify makes all rows again and compares their checksums")
+            return 0
+        with log:
+            log.check()
+    except ReplayMismatchError as error:
+        print(f"\ndiffers: {error}")
+        return 1
+    except (OSError, ValueError, ImportError) as error:
+        raise CommandError(str(error)) from None
+    print("\nall rows were made again, and are equal")
     return 0
 
 

@@ -75,6 +75,7 @@ OWN: dict[Any, dict[str, Any]] = {
         "writer": 0,
         "interruptor": None,
         "progress": False,
+        "log": None,
     },
     MultiCollector: {
         "create_env_fn": REQUIRED,

@@ -12,7 +12,13 @@ from flatroll.datasets.formats.openml import OpenMLExperienceReplay, read_openml
 from flatroll.datasets.formats.openx import OpenXExperienceReplay, read_rlds
 from flatroll.datasets.formats.roboset import RobosetExperienceReplay, read_roboset
 from flatroll.datasets.formats.vd4rl import VD4RLExperienceReplay, read_vd4rl
+from flatroll.datasets.replay_log.log import ReplayLog
+from flatroll.datasets.replay_log.recorder import open_recorder
+from flatroll.datasets.replay_log.replay import ReplayMismatchError
 from flatroll.datasets.trajectories.buffer import TrajectoryCache, TrajectoryReplayBuffer
+from flatroll.rollouts.row_log import register_log
+
+register_log(open_recorder)
 
 __all__ = [
     "AtariDQNExperienceReplay",
@@ -23,6 +29,8 @@ __all__ = [
     "MinariExperienceReplay",
     "OpenMLExperienceReplay",
     "OpenXExperienceReplay",
+    "ReplayLog",
+    "ReplayMismatchError",
     "RobosetExperienceReplay",
     "TrajectoryCache",
     "TrajectoryReplayBuffer",

@@ -1,7 +1,8 @@
 """`Collector`: turns env steps into flat marked batches of an exact number of rows."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from os import PathLike
 from time import perf_counter
 from typing import Any, Protocol, Unpack
 
@@ -24,11 +25,12 @@ from flatroll.rollouts.arguments import (
     make_envs,
 )
 from flatroll.rollouts.batch_columns import spec_of_columns
-from flatroll.rollouts.env_facts import read_env
+from flatroll.rollouts.env_facts import EnvFacts, read_env
 from flatroll.rollouts.options import CollectorKeywords, CollectorOptions, Device, takes_options
 from flatroll.rollouts.policies import Policy, Weights, copy_weights
 from flatroll.rollouts.pool_runner import PoolRunner
 from flatroll.rollouts.progress import ProgressBar
+from flatroll.rollouts.row_log import LoggedEnv, StepLog, open_log
 from flatroll.rollouts.runner import Runner, RunnerOptions
 from flatroll.rollouts.splits import SplitRunner, make_collector_runner
 from flatroll.rollouts.trajectory_joiner import TrajectoryJoiner
@@ -124,6 +126,9 @@ class Collector(Facts):
             it returns True, the batch is yielded with the rows collected so far (with ``trajs_per_batch``, the
             complete trajectories), at least one. Nothing is lost: the next batch continues from there. Default None.
         progress: show a tqdm bar with rows, steps per second while collecting, and with RewardSum the mean return.
+        log: path of a `flatroll.datasets.ReplayLog`, to which the rows' seeds and actions are appended: it makes the
+            rows again, as they are before ``set_truncated``, ``storing_device`` and ``postproc``. Without ``seed``
+            the env's first reset gets a seed. Not with ``splits`` and envpool's async mode. Default None.
 
     Raises:
         ValueError, TypeError: arguments contradict one another; the message names them.
@@ -142,6 +147,7 @@ class Collector(Facts):
     _closed = True  # until the env exists
     _frames = 0  # rows collected so far
     _version = 0  # policy version
+    _log: StepLog | None = None
     _runner: Runner | SplitRunner | PoolRunner
 
     @takes_options(CollectorOptions)
@@ -161,6 +167,7 @@ class Collector(Facts):
         writer: int = 0,
         interruptor: Interruptor | None = None,
         progress: bool = False,
+        log: str | PathLike[str] | None = None,
         **options: Unpack[CollectorKeywords],
     ) -> None:
         chosen = CollectorOptions.read("Collector", options)
@@ -204,6 +211,9 @@ class Collector(Facts):
                 track_envs=chosen.track_envs,
             )
             runner = make_collector_runner(facts, made.moves, policy, frames_per_batch, acting)
+            step_log: StepLog | None = None
+            if log is not None:
+                step_log = _start_log(log, create_env_fn, chosen, facts, runner)
             undo.pop_all()
 
         self.env = runner.env
@@ -212,6 +222,7 @@ class Collector(Facts):
         self.total_frames = total_frames
         self._options = chosen
         self._runner = runner
+        self._log = step_log
         self._devices = devices
         self._made_env = made.here
         self._random_frames = init_random_frames
@@ -383,6 +394,8 @@ class Collector(Facts):
         self._bar.close()
         if not self._closed:
             self._closed = True
+            if self._log is not None:
+                self._log.close()
             for env in self._runner.envs:
                 env.close()
 
@@ -611,6 +624,8 @@ class Collector(Facts):
             # Take the first rows in time order; the rest of the last vector step stays for the next batch.
             mask, reached = runner.window.first_cells(frames)
             batch, final = runner.lay_out(mask, self._compact and self._joiner is None)
+            if self._log is not None:
+                self._log.note_rows(batch, final, mask)
             runner.window.restart(reached)
         return batch, final, frames
 
@@ -686,3 +701,35 @@ class Collector(Facts):
         if final is not None:
             final = move_batch(final, device, wait=wait)
         return move_batch(batch, device, wait=wait), final
+
+
+def _start_log(
+    path: str | PathLike[str],
+    create_env_fn: EnvSource,
+    options: CollectorOptions,
+    facts: Sequence[EnvFacts],
+    runner: Runner | SplitRunner | PoolRunner,
+) -> StepLog:
+    """Open the log of a collector; ValueError if its rows cannot be recorded."""
+    if type(runner) is not Runner or not options.track_traj_ids:
+        if options.splits > 1:
+            conflict = f"splits={options.splits}"
+        elif not options.track_traj_ids:
+            conflict = "track_traj_ids=False"
+        else:
+            conflict = "an envpool in async mode, whose rows come in no fixed order"
+        raise ValueError(f"log= cannot be combined with {conflict}")
+
+    make: Any = None
+    if isinstance(create_env_fn, type) or (callable(create_env_fn) and not hasattr(create_env_fn, "step")):
+        make = create_env_fn
+    logged = LoggedEnv(
+        facts=facts[0],
+        make=make,
+        obs_dtype=options.obs_dtype,
+        max_frames_per_traj=options.max_frames_per_traj,
+        info_keys=tuple(options.info_keys),
+    )
+    log = open_log(path, logged, runner)
+    runner.log = log
+    return log

@@ -43,6 +43,7 @@ from flatroll.rollouts.policies import (
     is_module,
 )
 from flatroll.rollouts.random_actions import RandomActions, RandomPolicy
+from flatroll.rollouts.row_log import StepLog
 from flatroll.rollouts.window import Window
 from flatroll.wrappers.arrays import (
     ActionCheck,
@@ -195,6 +196,9 @@ class Runner:
         self._infos = InfoColumns(facts.env, stream, keys.infos)
         self._ended: Array = None  # whether it ended each env's episode, bool [E]; None after a reset
 
+        #: Records what makes the rows again; None without a log.
+        self.log: StepLog | None = None
+
         #: Whether the env has been reset.
         self.started = False
         self._at = -1  # number of moves of the env at this runner's last step or reset
@@ -291,8 +295,13 @@ class Runner:
                 values = to_torch(leaf).numpy(force=True)[envs]
                 window.put_final(key, envs, values, window.steps - 1)
 
+        if self.log is not None:
+            continues = self.started and self.stream.moves.count == self._at
+            seed = self.log.choose_seed(seed, continues=continues)
         self._obs, self._info = self.env.reset(seed=seed)
         self.started, self._at, self._ended = True, self.stream.at, None
+        if self.log is not None:
+            self.log.note_reset(seed)
 
     def _restart_moved(self) -> None:
         """Cut open episodes and reset an env that somebody else has moved; warn the first time."""
@@ -602,11 +611,16 @@ class Runner:
             for key, leaf in zip(self.keys.obs, leaves_at(final, self.keys.obs_paths), strict=True):
                 self.window.put_final(key, envs, leaf[envs], self.window.steps)
 
+    def live_ids(self) -> Tensor:
+        """Return the id of the trajectory of each env, int64 ``[E]``."""
+        keys = self.keys
+        return to_torch(self._info[keys.root_names[keys.roots.index(keys.traj)]])
+
     def open_ids(self) -> Tensor:
         """Return the ids (int64 ``[n]``) of trajectories that continue or have transitions not yet in a batch."""
         window = self.window
         keys = self.keys
-        live = to_torch(self._info[keys.root_names[keys.roots.index(keys.traj)]])
+        live = self.live_ids()
         if not window.steps:
             return live
         return torch.cat([live, window.take(keys.traj, window.valid())])

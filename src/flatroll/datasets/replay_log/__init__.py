@@ -1,0 +1,1 @@
+"""`ReplayLog`: seeds and actions on disk, from which an env makes the rows again."""

@@ -1,0 +1,410 @@
+"""The recorder: writes a log while a collector collects."""
+
+import secrets
+import warnings
+from os import PathLike
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv
+from tensordict import TensorDict
+from torch import Tensor
+
+from flatroll.datasets.replay_log.actions import codes_of
+from flatroll.datasets.replay_log.digests import checksums
+from flatroll.datasets.replay_log.recipe import EnvMaker, Recipe, describe, differing_versions, versions_here
+from flatroll.datasets.replay_log.replay import (
+    ColumnForm,
+    Layout,
+    Replayer,
+    _Differs,
+    first_bits,
+    pack_bytes,
+    pack_kept,
+)
+from flatroll.datasets.replay_log.saves import generator_of, single_envs
+from flatroll.datasets.replay_log.windows import (
+    NEW,
+    RESTART,
+    UNSEEDED,
+    Ints,
+    Window,
+    Windows,
+    generator_words,
+)
+from flatroll.disk.folder import Folder
+from flatroll.disk.state_tree import pack, unpack
+from flatroll.layout.keys import (
+    DELTA,
+    DONE,
+    NEXT_KNOWN,
+    REWARD,
+    TERMINATED,
+    TRUNCATED,
+    NestedKey,
+    as_tuple,
+    next_key,
+)
+from flatroll.layout.tensordict_seam import leaves
+from flatroll.rollouts.batch_columns import ColumnKeys
+from flatroll.rollouts.row_log import LoggedEnv
+from flatroll.rollouts.runner import Runner
+from flatroll.wrappers.arrays import Array
+from flatroll.wrappers.source import SourceView
+
+#: What the state of a log's folder begins with, and the version of its form.
+KIND = "replay log"
+FORM = 1
+#: Rows of an env between two states from which it can be begun again.
+_GAP = 256
+#: Envs whose first rows are made again at once, to find an env that is not deterministic.
+_TRIED = 4
+
+
+class Recorder:
+    """Records the resets and rows of a collector's runner.
+
+    The first window is made again at once, then, if envs can be made alone, the rows of one of them in windows 1, 4,
+    16 and so on. From the first row on that differs, rows are kept themselves.
+    """
+
+    def __init__(self, path: str | PathLike[str], logged: LoggedEnv, runner: Runner) -> None:
+        self._recipe = describe(logged)
+        self._logged = logged
+        self._runner = runner
+        self._num_envs = runner.num_envs
+        self._versions = versions_here(logged.facts)
+        self._path = path
+
+        self._layout: Layout | None = None
+        self._windows: Windows | None = None
+        self._replayer: Replayer | None = None
+        self._why: str | None = None  # why rows are kept
+        self._used = runner.stream.moves.count > 0  # whether the env was stepped or reset before
+
+        # Resets of the current window, and states of single envs that no row belongs to yet.
+        self._events: list[tuple[int, Ints, Ints]] = []
+        self._taken: dict[int, tuple[list[int], int, bool]] = {}
+        self._since: Ints = np.full(self._num_envs, _GAP)  # rows since the last state of each env
+        self._due = np.ones(self._num_envs, bool)
+        self._resetting = False
+        self._singles = single_envs(logged.facts) if self._recipe.alone else []
+        self._asks = self._recipe.alone and not self._singles
+
+        self._folder = Folder(path, write=True, sync=False)
+        try:
+            self._resume()
+        except BaseException:
+            self._folder.close()
+            raise
+        self._tap()
+
+    def _resume(self) -> None:
+        """Continue the log in the folder, if it has one of the same env."""
+        if not self._folder.versions():
+            return
+
+        loaded = self._folder.load()
+        tree = read_description(loaded.json, loaded.tensors)
+        recipe = Recipe.from_tree(tree["recipe"])
+        if recipe != self._recipe:
+            raise ValueError(
+                f"log={str(self._path)!r} is the log of {recipe.name} with {recipe.num_envs} envs and other settings: "
+                "choose another path"
+            )
+        if differs := differing_versions(tree["versions"], self._versions):
+            raise ValueError(
+                f"log={str(self._path)!r} was written with other versions ({'; '.join(differs)}): choose another path"
+            )
+        self._folder.recover()
+        self._layout = Layout.from_tree(tree["layout"])
+        self._windows = Windows(self._folder, self._num_envs, len(self._layout.actions))
+        self._windows.load()
+
+    def choose_seed(self, seed: int | None, *, continues: bool) -> int | None:
+        """Return the seed of the next reset: one of its own if rows before it are not in the log."""
+        self._resetting = True
+        can_seed = self._runner.stream.capabilities.seedable
+        if continues:
+            return seed
+        if not can_seed:
+            if self._used and self._why is None:
+                self._keep("the env was used before, and takes no seed at a reset")
+            return seed
+        if seed is None:
+            return secrets.randbits(31)
+        return seed
+
+    def note_reset(self, seed: int | None) -> None:
+        """Record a reset."""
+        self._resetting = False
+        self._taken.clear()
+        runner = self._runner
+        window = runner.window
+
+        number = UNSEEDED
+        if not runner.stream.capabilities.seedable:
+            if not self._used:
+                number = NEW
+        elif seed is not None:
+            number = seed
+        self._used = True
+
+        if window.steps:
+            local = window.valid().sum(axis=0).astype(np.int64)
+        else:
+            local = np.zeros(self._num_envs, np.int64)
+            self._events.clear()  # their rows were dropped
+        ids = runner.live_ids().cpu().numpy().astype(np.int64)
+        self._events.append((number, local, ids))
+
+    def note_rows(self, batch: TensorDict, final: TensorDict | None, mask: Array) -> None:
+        """Write a batch."""
+        if self._layout is None or self._windows is None:
+            self._begin(batch)
+        layout = self._layout
+        windows = self._windows
+        assert layout is not None and windows is not None
+
+        counts = np.asarray(mask).sum(axis=0, dtype=np.int64)
+        digests = layout.digest(batch, final)
+        outputs = b""
+        if layout.outputs:
+            outputs = pack_bytes(
+                {"columns": [(form.key, batch.get(form.key).cpu()) for form in layout.outputs]}
+            )
+
+        window = Window(
+            counts=counts,
+            checksums=checksums(digests, counts),
+            digests=first_bits(digests),
+            actions=[code.encode(batch.get(code.key)) for code in layout.actions],
+            outputs=outputs,
+            events=self._take_events(counts),
+            restarts=self._take_restarts(batch, np.asarray(mask), counts),
+        )
+        if self._why is None:
+            self._try(windows, window)
+        if self._why is not None:
+            window.kept = pack_kept(layout, batch, final)
+        windows.append(window)
+
+    def close(self) -> None:
+        """Release the folder."""
+        for env in self._singles:
+            vars(env).pop("reset", None)
+        self._singles = []
+        if self._replayer is not None:
+            self._replayer.close()
+            self._replayer = None
+        self._folder.close()
+
+    def _begin(self, batch: TensorDict) -> None:
+        """Describe the env and the batches, in the folder's first version."""
+        layout = self._layout_of(batch)
+        self._layout = layout
+        tree = {
+            "kind": KIND,
+            "form": FORM,
+            "recipe": self._recipe.to_tree(),
+            "layout": layout.to_tree(),
+            "versions": self._versions,
+        }
+        self._folder.publish(
+            *pack(tree), extra={"kind": KIND, "env": self._recipe.name, "envs": self._num_envs}
+        )
+        self._windows = Windows(self._folder, self._num_envs, len(layout.actions))
+
+    def _layout_of(self, batch: TensorDict) -> Layout:
+        """Return the layout of batches like this one."""
+        keys = self._runner.keys
+        columns = leaves(batch)
+        actions = {key: columns[key] for key in keys.actions}
+        made = _made_by_env(keys, columns)
+        outputs = [key for key in columns if key not in made and key not in actions]
+        obs = [key for key in keys.obs if key not in keys.deltas]
+        implied: set[NestedKey] = {DONE}
+        for key in (*obs, *keys.counts):
+            implied.add(next_key(key))
+            made.add(next_key(key))
+            columns.setdefault(next_key(key), columns[key])  # compact batches lack it
+
+        def form(key: NestedKey) -> ColumnForm:
+            column = columns[key]
+            return ColumnForm(key, column.dtype, tuple(column.shape[1:]))
+
+        return Layout(
+            made=tuple(form(key) for key in sorted(made, key=as_tuple)),
+            outputs=tuple(form(key) for key in sorted(outputs, key=as_tuple)),
+            actions=tuple(codes_of(self._runner.env.single_action_space, actions)),
+            digested=tuple(sorted((key for key in made if key not in implied), key=as_tuple)),
+            obs=tuple(obs),
+            counts=tuple(keys.counts),
+            init=keys.init,
+            traj=keys.traj,
+        )
+
+    def _take_events(self, counts: Ints) -> Ints:
+        """Return the resets since the last window."""
+        events = self._events
+        self._events = []
+        found = [np.concatenate([[seed], local, ids]) for seed, local, ids in events]
+        if not found:
+            return np.zeros((0, 1 + 2 * len(counts)), np.int64)
+        return np.stack(found).astype(np.int64)
+
+    # States of single envs.
+
+    def _tap(self) -> None:
+        """Let each single env in this process tell the state of its generator before a reset."""
+        for number, env in enumerate(self._singles):
+            self._tap_one(number, env)
+
+    def _tap_one(self, number: int, env: Any) -> None:
+        reset = env.reset
+        window = self._runner.window
+
+        def tapped(**kwargs: Any) -> Any:
+            if self._due[number] and not self._resetting:
+                words = generator_of(env)
+                if words is not None:
+                    # The first observation of the episode is seen one step later.
+                    self._taken[number] = words, window.before + window.steps + 1, True
+                    self._due[number] = False
+            return reset(**kwargs)
+
+        env.reset = tapped
+
+    def _take_restarts(self, batch: TensorDict, mask: Array, counts: Ints) -> Ints:
+        """Return the states whose episodes begin in this window; note from which envs the next are taken."""
+        window = self._runner.window
+        found: list[list[int]] = []
+        if self._taken:
+            assert self._layout is not None
+            begins = np.cumsum(counts) - counts
+            firsts = batch.get(self._layout.init).reshape(-1).cpu().numpy()
+            ids = batch.get(self._layout.traj).cpu().numpy()
+            steps = np.nonzero(mask.T)[1] + window.before  # the vector step of each row
+
+            for env, (words, step, _) in list(self._taken.items()):
+                own = slice(begins[env], begins[env] + counts[env])
+                places = np.flatnonzero(firsts[own] & (steps[own] >= step))
+                if len(places):
+                    row = int(places[0])
+                    found.append([env, row, int(ids[own][row]), *words, 0])
+                    self._since[env] = -row
+                    del self._taken[env]
+
+        self._since += counts
+        self._due = self._since >= _GAP
+        if self._asks and self._due.any():
+            self._ask()
+        return np.array(found, np.int64).reshape(-1, RESTART)
+
+    def _ask(self) -> None:
+        """Ask envs in other processes for their generators."""
+        source: Any = self._logged.facts.stream.source
+        while isinstance(source, SourceView):
+            source = source.source
+        base = source.env
+        assert isinstance(base, AsyncVectorEnv)
+        generators = base.call("np_random")
+
+        step = self._runner.window.before + self._runner.window.steps + 1
+        for env in np.flatnonzero(self._due).tolist():
+            if env in self._taken or not isinstance(generators[env], np.random.Generator):
+                continue
+            words = generator_words(generators[env].bit_generator.state)
+            if words is not None:
+                self._taken[env] = words, step, False
+
+    # Is the env deterministic?
+
+    def _try(self, windows: Windows, window: Window) -> None:
+        """Make some rows of a window again before it is written; keep rows from now on if they differ."""
+        number = len(windows)
+        alone = self._recipe.alone
+        # 1, 4, 16, ...: one bit, at an even place.
+        is_power = number & (number - 1) == 0 and number.bit_length() % 2 == 1
+        if number and not (alone and is_power):
+            return
+
+        if self._replayer is None:
+            self._replayer = Replayer(windows, self._layout_here(), self._maker(), _no_text, self._num_envs)
+        replayer = self._replayer
+
+        windows.add(window)
+        try:
+            if not alone:
+                replayer.window(number)
+            else:
+                envs = np.flatnonzero(window.counts)
+                chosen = envs[[number % len(envs)]]
+                if number == 0:
+                    chosen = envs[np.unique(np.linspace(0, len(envs) - 1, _TRIED).astype(int))]
+                for env in chosen.tolist():
+                    replayer.env_in(number, env)
+        except _Differs as found:
+            self._keep(f"row {found.row:,}, of env {found.env}, was other when it was made again")
+        finally:
+            windows.pop()
+
+        if self._why is not None or not alone:
+            replayer.close()
+            self._replayer = None
+
+    def _layout_here(self) -> Layout:
+        assert self._layout is not None
+        return self._layout
+
+    def _maker(self) -> EnvMaker:
+        function = self._logged.make if self._recipe.kind == "function" else None
+        return EnvMaker(self._recipe, function, self._logged.facts.stream.source.env)
+
+    def _keep(self, why: str) -> None:
+        """Keep the rows from now on."""
+        self._why = why
+        warnings.warn(
+            f"log={str(self._path)!r}: {self._recipe.name} is not deterministic ({why}): its rows are kept themselves "
+            "from now on, which takes more space",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _no_text(row: int, env: int) -> str:
+    return f"row {row} of env {env}"
+
+
+def _made_by_env(keys: ColumnKeys, columns: dict[NestedKey, Tensor]) -> set[NestedKey]:
+    """Return which columns the env and its markers make, not the policy."""
+    made: set[NestedKey] = {REWARD, TERMINATED, TRUNCATED, DONE, *keys.obs, *keys.roots, *keys.nexts}
+    made.update(keys.next_of[key] for key in keys.obs)
+    made.update(next_key(key) for key in keys.counts)
+    for key in keys.infos:
+        made.update((key, next_key(key)))
+    delta = as_tuple(DELTA)
+    made.update(key for key in columns if as_tuple(key)[: len(delta)] == delta)
+    made.add(NEXT_KNOWN)
+    known = {as_tuple(key) for key in made}
+    return {key for key in columns if as_tuple(key) in known}
+
+
+def read_description(json: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Return what a log's folder says of it; ValueError if it is no log, or of a later form."""
+    tree = unpack(json, tensors)
+    if not isinstance(tree, dict) or tree.get("kind") != KIND:
+        raise ValueError("the folder holds no replay log")
+    if tree.get("form") != FORM:
+        raise ValueError(
+            f"the replay log has form {tree.get('form')!r}, this version reads {FORM}: install a later one"
+        )
+    versions = tree.get("versions")
+    if not isinstance(versions, dict) or not all(isinstance(v, str) for v in (*versions, *versions.values())):
+        raise ValueError("the replay log does not say its versions")
+    return tree
+
+
+def open_recorder(path: str | PathLike[str], logged: LoggedEnv, runner: Any) -> Recorder:
+    """Open a log for a collector's runner."""
+    return Recorder(path, logged, runner)

@@ -1,0 +1,721 @@
+"""Makes the rows of a log again: steps its env with the actions of the log, and compares checksums."""
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+from tensordict import TensorDict
+from tensordict.nn import InteractionType
+from torch import Tensor
+
+from flatroll.datasets.replay_log.actions import ActionCode, as_tree
+from flatroll.datasets.replay_log.digests import Words, checksums, digest_batch
+from flatroll.datasets.replay_log.recipe import EnvMaker
+from flatroll.datasets.replay_log.saves import restore
+from flatroll.datasets.replay_log.windows import NEW, UNSEEDED, Event, Ints, Restart, Window, Windows
+from flatroll.disk.state_tree import DamagedState, from_text, pack, to_text, unpack
+from flatroll.disk.tensor_file import DTYPES, DamagedFileError
+from flatroll.layout.boundaries import run_ends
+from flatroll.layout.keys import NestedKey, as_tuple, next_key, plain_key
+from flatroll.layout.tensordict_seam import nest
+from flatroll.rollouts.arguments import make_devices
+from flatroll.rollouts.env_facts import EnvFacts
+from flatroll.rollouts.runner import Runner, RunnerOptions
+from flatroll.wrappers.markers import TrajId, find_wrapper
+
+#: Stepping one env alone takes about this many times the time that a row takes in a vector env.
+_ALONE = 3
+_MOST_ALONE = 8  # envs that stay open
+_AT_ONCE = 256  # steps of a window whose rows are not wanted
+_TREE = "tree"  # name of the description among packed tensors
+
+
+class ColumnForm(NamedTuple):
+    """The form of a column of the batches.
+
+    Args:
+        key: of the column.
+        dtype: of the column.
+        shape: of one row.
+    """
+
+    key: NestedKey
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The columns of a log's batches.
+
+    Attributes:
+        made: the columns that the env makes.
+        outputs: the columns that the policy wrote, which are stored.
+        actions: the codes of the parts of the action.
+        digested: keys of the columns whose bytes are in the digests.
+        obs: keys of the observations with next ones, which are in the digests.
+        counts: keys of step counters.
+        init: key of ``is_init``.
+        traj: key of the trajectory ids.
+    """
+
+    made: tuple[ColumnForm, ...]
+    outputs: tuple[ColumnForm, ...]
+    actions: tuple[ActionCode, ...]
+    digested: tuple[NestedKey, ...]
+    obs: tuple[NestedKey, ...]
+    counts: tuple[NestedKey, ...]
+    init: NestedKey
+    traj: NestedKey
+
+    @property
+    def marks(self) -> dict[str, NestedKey]:
+        """Arguments of the boundary rule."""
+        return {"is_init_key": self.init, "traj_key": self.traj}
+
+    def digest(self, batch: TensorDict, final: TensorDict | None = None) -> Words:
+        """Return the digests of a batch's rows."""
+        return digest_batch(batch, final, self.digested, self.obs, self.marks)
+
+    def row_bytes(self) -> int:
+        """Return the bytes of a row's columns."""
+        return sum(form.dtype.itemsize * prod(form.shape) for form in (*self.made, *self.outputs))
+
+    def to_tree(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return {
+            "made": [(form.key, form.dtype, list(form.shape)) for form in self.made],
+            "outputs": [(form.key, form.dtype, list(form.shape)) for form in self.outputs],
+            "actions": [code.to_json() for code in self.actions],
+            "digested": list(self.digested),
+            "obs": list(self.obs),
+            "counts": list(self.counts),
+            "init": self.init,
+            "traj": self.traj,
+        }
+
+    @classmethod
+    def from_tree(cls, tree: Any) -> "Layout":
+        """Invert `to_tree`; DamagedFileError for anything else."""
+        try:
+            return cls(
+                made=_forms(tree["made"]),
+                outputs=_forms(tree["outputs"]),
+                actions=tuple(ActionCode.from_json(code) for code in tree["actions"]),
+                digested=_keys(tree["digested"]),
+                obs=_keys(tree["obs"]),
+                counts=_keys(tree["counts"]),
+                init=_keys([tree["init"]])[0],
+                traj=_keys([tree["traj"]])[0],
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamagedFileError(f"its columns cannot be read: {str(error)[:200]}") from None
+
+
+def _keys(values: Any) -> tuple[NestedKey, ...]:
+    keys = []
+    for value in values:
+        if not as_tuple(value) or not all(isinstance(part, str) for part in as_tuple(value)):
+            raise ValueError(f"{value!r} is no key")
+        keys.append(plain_key(as_tuple(value)))
+    return tuple(keys)
+
+
+def _forms(values: Any) -> tuple[ColumnForm, ...]:
+    forms = []
+    for key, dtype, shape in values:
+        if dtype not in DTYPES.values() or not all(type(n) is int and 0 <= n < 2**32 for n in shape):
+            raise ValueError(f"{key!r} is {dtype} {shape}")
+        forms.append(ColumnForm(_keys([key])[0], dtype, tuple(shape)))
+    return tuple(forms)
+
+
+def pack_bytes(tree: Any) -> bytes:
+    """Return a tree of plain values and tensors as bytes, without pickle."""
+    description, tensors = pack(tree)
+    text = torch.frombuffer(bytearray(to_text(description).encode()), dtype=torch.uint8)
+    packed: bytes = safetensors.torch.save({**tensors, _TREE: text})
+    return packed
+
+
+def unpack_bytes(data: bytes, most: int) -> Any:
+    """Invert `pack_bytes`; DamagedFileError for anything else, or for more than ``most`` bytes."""
+    try:
+        tensors = safetensors.torch.load(data)
+        text = tensors.pop(_TREE)
+        return unpack(from_text(text.numpy().tobytes()), tensors, max_bytes=most)
+    except (safetensors.SafetensorError, DamagedState, ValueError, KeyError, TypeError) as error:
+        raise DamagedFileError(f"stored columns cannot be read: {str(error)[:200]}") from None
+
+
+class ReplayMismatchError(RuntimeError):
+    """The env has made other rows than those that were collected.
+
+    Attributes:
+        row: number of the first row that differs.
+    """
+
+    def __init__(self, text: str, row: int) -> None:
+        super().__init__(text)
+        self.row = row
+
+
+class _Differs(Exception):
+    """Rows differ; the first of them is ``row``."""
+
+    def __init__(self, row: int, env: int) -> None:
+        super().__init__(row, env)
+        self.row = row
+        self.env = env
+
+
+class Feed:
+    """A policy that takes the actions of a log, env by env."""
+
+    def __init__(self, facts: EnvFacts) -> None:
+        self._stream = facts.stream
+        self._space = facts.env.single_action_space
+        self._on_host = facts.on_host
+        self._device = facts.device
+        self._leaves: list[Any] = []
+        self._starts: Ints = np.zeros(facts.num_envs, np.int64)
+        self._last: Ints = self._starts
+        #: Rows that each env has taken, int64 ``[E]``.
+        self.used: Ints = self._starts.copy()
+
+    def load(self, leaves: Sequence[Tensor], lengths: Ints) -> None:
+        """Set the actions: those of one env after those of another, ``lengths`` of each."""
+        self._leaves = [leaf.numpy() for leaf in leaves]
+        self._starts = np.cumsum(lengths) - lengths
+        total = int(lengths.sum())
+        # An env without further actions repeats its last: what it does is in no row.
+        self._last = np.clip(self._starts + lengths - 1, 0, total - 1)
+
+    def __call__(self, obs: Any) -> Any:
+        """Return the actions of the next step."""
+        stream = self._stream
+        places = np.minimum(self._starts + self.used, self._last)
+        if stream.same_step or stream.any_ended is False:
+            self.used += 1
+        else:
+            ended: Any = stream.ended
+            if isinstance(ended, Tensor):
+                ended = ended.cpu().numpy()
+            self.used += ~ended  # the others only reset
+
+        taken = [leaf[places] for leaf in self._leaves]
+        if not self._on_host:
+            taken = [torch.from_numpy(leaf).to(self._device) for leaf in taken]
+        return as_tree(self._space, iter(taken))
+
+
+class Stage:
+    """An env of a log, its runner and its feed."""
+
+    def __init__(self, facts: EnvFacts, steps: int, first: int, total: int) -> None:
+        self.facts = facts
+        self.feed = Feed(facts)
+        options = RunnerOptions(
+            devices=make_devices(facts.device), exploration=InteractionType.RANDOM, seed=0
+        )
+        self.runner = Runner(facts, self.feed, steps, options)
+        # The collector has warned of both.
+        self.runner.action_range = None
+        self.runner._looks_for_rewards = False
+
+        marker = find_wrapper(facts.env, TrajId)
+        assert marker is not None  # `read_env` adds it
+        marker.number_in(first, total)
+        self._marker = marker
+
+    def reset(self, seed: int | None, ids: Ints) -> None:
+        """Reset the env; the next trajectories have these ids."""
+        before: Any = ids - self._marker._total  # a reset gives the id of the next episode
+        if not self.facts.on_host:
+            before = torch.from_numpy(before).to(self.facts.device)
+        self._marker._ids = before
+        self.runner.reset(seed)
+
+    def step_until(self, rows: int) -> None:
+        """Step until the window has ``rows`` rows."""
+        runner = self.runner
+        while (missing := rows - runner.window.count()) > 0:
+            for _ in range(-(-missing // runner.num_envs)):
+                runner.step()
+
+    def close(self) -> None:
+        """Close the env."""
+        self.facts.env.close()
+
+
+class Replayer:
+    """Makes rows again.
+
+    Args:
+        windows: of the log.
+        layout: of its batches.
+        maker: of its env; None if all rows are kept themselves.
+        explain: returns the text of the error for a first row that differs, given its number and its env.
+        num_envs: E.
+    """
+
+    def __init__(
+        self,
+        windows: Windows,
+        layout: Layout,
+        maker: EnvMaker | None,
+        explain: Callable[[int, int], str],
+        num_envs: int,
+    ) -> None:
+        self._windows = windows
+        self._layout = layout
+        self._made_by = maker
+        self._explain = explain
+        self._num_envs = num_envs
+        self._alone: OrderedDict[int, Stage] = OrderedDict()
+        self._whole: Stage | None = None
+        self._next = -1  # the window that the whole env makes next
+        self._shown: tuple[int, TensorDict] | None = None  # the last one that it made
+        self._decoded: OrderedDict[int, list[Tensor]] = OrderedDict()
+
+    def close(self) -> None:
+        """Close all envs."""
+        self._drop_whole()
+        while self._alone:
+            self._alone.popitem()[1].close()
+        if self._made_by is not None:
+            self._made_by.close()
+
+    @property
+    def _maker(self) -> EnvMaker:
+        assert self._made_by is not None  # some rows are not kept
+        return self._made_by
+
+    def rows(self, first: int, end: int) -> TensorDict:
+        """Return rows ``[first, end)``; ReplayMismatchError if the env does not make them."""
+        windows = self._windows
+        begin = bisect_right(windows.ends, first)
+        last = bisect_right(windows.ends, end - 1)
+        parts: list[Any] = []
+
+        number = begin
+        while number <= last:
+            # A stretch of windows that are all kept, or all made.
+            stop = number
+            while stop <= last and windows.kept[stop] == windows.kept[number]:
+                stop += 1
+            if windows.kept[number]:
+                made = [self._kept_rows(one) for one in range(number, stop)]
+                parts += [
+                    self._cut(one, batch, first, end)
+                    for one, batch in zip(range(number, stop), made, strict=True)
+                ]
+            else:
+                parts += self._made_rows(number, stop, first, end)
+            number = stop
+
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts)
+
+    def _cut(self, number: int, batch: TensorDict, first: int, end: int) -> TensorDict:
+        """Return the rows of a window's batch that are in ``[first, end)``."""
+        begin = self._windows.begins(number)
+        rows: TensorDict = batch[max(first - begin, 0) : end - begin]
+        return rows
+
+    def _made_rows(self, begin: int, stop: int, first: int, end: int) -> list[TensorDict]:
+        """Make rows ``[first, end)`` of the windows ``begin ... stop - 1``."""
+        wanted = {number: self._wanted(number, first, end) for number in range(begin, stop)}
+        if self._maker.recipe.alone and self._cost_alone(wanted) < self._cost_whole(begin, stop):
+            try:
+                return self._rows_alone(wanted, first, end)
+            except _Differs:
+                pass  # the env may depend on more than its generator: step all envs from the last seed
+
+        parts = []
+        try:
+            for number in range(begin, stop):
+                parts.append(self._cut(number, self.window(number), first, end))
+        except _Differs as found:
+            raise ReplayMismatchError(self._explain(found.row, found.env), found.row) from None
+        return parts
+
+    def _wanted(self, number: int, first: int, end: int) -> list[int]:
+        """Return the envs whose rows of a window are in ``[first, end)``."""
+        begin = self._windows.begins(number)
+        ends = begin + np.cumsum(self._windows.get(number).counts)
+        begins = np.concatenate([[begin], ends[:-1]])
+        return np.flatnonzero((begins < end) & (ends > first) & (ends > begins)).tolist()
+
+    # One env at a time.
+
+    def _cost_alone(self, wanted: Mapping[int, list[int]]) -> int:
+        """Return how many rows are stepped if each env is stepped alone, in rows of a vector env."""
+        return _ALONE * sum(end - self._start(env, begin)[0] for env, begin, end in self._ranges(wanted))
+
+    def _ranges(self, wanted: Mapping[int, list[int]]) -> list[tuple[int, int, int]]:
+        """Return env, first row and end among the rows of the env, of all rows that are wanted."""
+        ranges: dict[int, tuple[int, int]] = {}
+        for number, envs in wanted.items():
+            begins = self._windows.env_begins(number)
+            ends = self._windows.env_ends[number]
+            for env in envs:
+                begin = ranges.get(env, (int(begins[env]), 0))[0]
+                ranges[env] = begin, int(ends[env])
+        return [(env, *span) for env, span in ranges.items()]
+
+    def _start(self, env: int, row: int, *, seeded: bool = False) -> tuple[int, Restart | Event]:
+        """Return where to begin so that an env reaches one of its rows: at a seed, or a restart unless ``seeded``."""
+        best: tuple[int, Restart | Event] | None = None
+        for event in reversed(self._windows.events):
+            if event.seed >= 0 and event.rows[env] <= row:
+                best = int(event.rows[env]), event
+                break
+        if not seeded:
+            restarts = self._windows.restarts[env]
+            place = bisect_right(restarts, row, key=lambda restart: restart.row)
+            if place and (best is None or restarts[place - 1].row > best[0]):
+                best = restarts[place - 1].row, restarts[place - 1]
+        if best is None:
+            raise _Differs(self._windows.begins(0), env)
+        return best
+
+    def _rows_alone(self, wanted: Mapping[int, list[int]], first: int, end: int) -> list[TensorDict]:
+        """Make the rows of each env alone, and lay them out as they were."""
+        pieces: dict[int, list[Any]] = {number: [] for number in wanted}
+        for env, begin, stop in sorted(self._ranges(wanted)):
+            numbers = [number for number in wanted if env in wanted[number]]
+            try:
+                parts = self.env_rows(env, begin, stop, numbers)
+            except _Differs:
+                self._forget(env)
+                parts = self.env_rows(env, begin, stop, numbers, seeded=True)
+            for number, part in zip(numbers, parts, strict=True):
+                pieces[number].append(part)
+
+        made = []
+        for number, parts in pieces.items():
+            batch = parts[0] if len(parts) == 1 else torch.cat(parts)
+            # Its first row is that of the first env that is wanted.
+            counts = self._windows.get(number).counts
+            begin = self._windows.begins(number) + int(counts[: wanted[number][0]].sum())
+            made.append(batch[max(first - begin, 0) : end - begin])
+        return made
+
+    def env_in(self, number: int, env: int) -> TensorDict:
+        """Make the rows of one env in a window; raise `_Differs` if they are not those that were collected."""
+        begin = int(self._windows.env_begins(number)[env])
+        end = int(self._windows.env_ends[number][env])
+        try:
+            return self.env_rows(env, begin, end, [number])[0]
+        except _Differs:
+            self._forget(env)
+            return self.env_rows(env, begin, end, [number], seeded=True)[0]
+
+    def env_rows(
+        self, env: int, begin: int, end: int, numbers: Sequence[int], *, seeded: bool = False
+    ) -> list[TensorDict]:
+        """Make rows ``[begin, end)`` of one env, which are those in the windows ``numbers``; raise `_Differs`."""
+        start, origin = self._start(env, begin, seeded=seeded)
+        stage = self._stage(env)
+        runner = stage.runner
+        events = [event for event in self._windows.events if start < event.rows[env] < end]
+        if isinstance(origin, Event):
+            at = next(i for i, event in enumerate(self._windows.events) if event is origin)
+            events = [event for event in self._windows.events[at + 1 :] if event.rows[env] < end]
+
+        with torch.no_grad():
+            stage.feed.load(self._actions_of(env, start, end), np.array([end - start]))
+            stage.feed.used[:] = 0
+            runner.forget()
+            if isinstance(origin, Event):
+                stage.reset(origin.seed + env, origin.ids[env : env + 1])
+            else:
+                restore(stage.facts, origin)
+                stage.reset(None, np.array([origin.traj]))
+
+            row = start
+            for event in [*events, None]:
+                stop = end if event is None else int(event.rows[env])
+                row = self._step_alone(stage, row, stop, begin)
+                if event is not None:
+                    stage.feed.used[:] = stop - start
+                    seed = event.seed + env if event.seed >= 0 else None
+                    stage.reset(seed, event.ids[env : env + 1])
+
+            mask = runner.window.valid()
+            skipped = begin - (end - int(mask.sum()))
+            mask &= np.cumsum(mask, axis=0) > skipped
+            batch = self._with_all_columns(runner.lay_out(mask, compact=False)[0])
+
+        parts = []
+        for number in numbers:
+            count = int(self._windows.get(number).counts[env])
+            part: TensorDict = batch[:count]
+            batch = batch[count:]
+            self._check(number, part, [env])
+            parts.append(self._with_outputs(number, part, env))
+        return parts
+
+    def _step_alone(self, stage: Stage, row: int, stop: int, wanted: int) -> int:
+        """Step one env from its row ``row`` to ``stop``; rows before ``wanted`` are dropped now and then."""
+        runner = stage.runner
+        window = runner.window
+        while row < stop:
+            count = min(_AT_ONCE, stop - row)
+            stage.step_until(window.count() + count)
+            row += count
+            if row < wanted:
+                window.restart(1, keep=False)
+        return row
+
+    def _stage(self, env: int) -> Stage:
+        """Return the stage of one env alone."""
+        stage = self._alone.get(env)
+        if stage is None:
+            stage = Stage(self._maker.alone(env), _AT_ONCE, env, self._num_envs)
+            self._alone[env] = stage
+            if len(self._alone) > _MOST_ALONE:
+                self._alone.popitem(last=False)[1].close()
+        return stage
+
+    def _forget(self, env: int) -> None:
+        """Close the stage of one env, so that the next one is new."""
+        stage = self._alone.pop(env, None)
+        if stage is not None:
+            stage.close()
+
+    def _actions_of(self, env: int, begin: int, end: int) -> list[Tensor]:
+        """Return the actions of rows ``[begin, end)`` of one env."""
+        windows = self._windows
+        first = bisect_right(windows.env_ends, begin, key=lambda ends: int(ends[env]))
+        parts: list[list[Tensor]] = []
+        number = first
+        while number < len(windows) and windows.env_begins(number)[env] < end:
+            counts = windows.get(number).counts
+            at = int(counts[:env].sum())
+            own = int(windows.env_begins(number)[env])
+            low = at + max(begin - own, 0)
+            high = at + min(end - own, int(counts[env]))
+            parts.append([column[low:high] for column in self._actions(number)])
+            number += 1
+        return [torch.cat(columns) for columns in zip(*parts, strict=True)]
+
+    # All envs at once.
+
+    def _cost_whole(self, begin: int, stop: int) -> int:
+        """Return how many rows are stepped if all envs are stepped together."""
+        windows = self._windows
+        if self._shown is not None and self._shown[0] == begin:
+            begin += 1
+        if self._whole is not None and self._next <= begin:
+            first = windows.begins(self._next)
+        else:
+            event = self._event_before(begin)
+            first = windows.begins(event.window) if event is not None else 0
+        return windows.ends[stop - 1] - first
+
+    def _event_before(self, number: int) -> Event | None:
+        """Return the last reset from which all envs can be stepped to a window."""
+        for event in reversed(self._windows.events):
+            if event.window <= number and event.seed != UNSEEDED and not event.local.any():
+                return event
+        return None
+
+    def window(self, number: int) -> TensorDict:
+        """Make all rows of a window; raise `_Differs` if they are not those that were collected."""
+        if self._shown is not None and self._shown[0] == number:
+            return self._shown[1]
+
+        if self._whole is None or self._next > number:
+            self._begin_whole(number)
+        event = self._event_before(number)
+        if event is not None and event.window > self._next and event.seed >= 0:
+            self._next = event.window  # nothing before it matters
+        with torch.no_grad():
+            while self._next < number:
+                self._advance(wanted=False)
+            batch = self._with_all_columns(self._advance(wanted=True))
+
+        self._check(number, batch, range(self._num_envs))
+        batch = self._with_outputs(number, batch, None)
+        self._shown = number, batch
+        return batch
+
+    def _begin_whole(self, number: int) -> None:
+        """Make the env, to be stepped from the last seed before a window."""
+        event = self._event_before(number)
+        if event is None:
+            raise _Differs(self._windows.begins(number), 0)
+        if self._whole is None or event.seed == NEW:
+            self._drop_whole()
+            windows = self._windows.get(number)
+            steps = -(-windows.rows // self._num_envs)
+            self._whole = Stage(self._maker.whole(), steps, 0, self._num_envs)
+        self._whole.runner.forget()
+        self._next = event.window
+
+    def _drop_whole(self) -> None:
+        if self._whole is not None:
+            self._whole.close()
+        self._whole = None
+        self._shown = None
+
+    def _advance(self, *, wanted: bool) -> TensorDict:
+        """Step all envs through the next window; return its rows if they are wanted."""
+        stage = self._whole
+        assert stage is not None
+        number = self._next
+        runner = stage.runner
+        window = runner.window
+        self._load_whole(stage, number)
+
+        for event in [event for event in self._windows.events if event.window == number]:
+            before = int(event.local.sum())
+            if window.count() > before:
+                runner.forget()  # rows that the collector dropped, too
+            else:
+                stage.step_until(before)
+            stage.feed.used[:] = event.local
+            stage.reset(event.seed if event.seed >= 0 else None, event.ids)
+
+        rows = self._windows.get(number).rows
+        stage.step_until(rows)
+        mask, reached = window.first_cells(rows)
+        batch = TensorDict({}, [0])
+        if wanted:
+            batch = runner.lay_out(mask, compact=False)[0]
+        window.restart(reached)
+
+        stage.feed.used -= self._windows.get(number).counts
+        self._next = number + 1
+        return batch
+
+    def _load_whole(self, stage: Stage, number: int) -> None:
+        """Give all envs the actions of a window, and those of the next, which the last step needs."""
+        numbers = [number]
+        if number + 1 < len(self._windows):
+            numbers.append(number + 1)
+        counts = [self._windows.get(one).counts for one in numbers]
+        envs = np.concatenate([np.repeat(np.arange(self._num_envs), count) for count in counts])
+        order = torch.from_numpy(np.argsort(envs, kind="stable"))
+
+        columns = zip(*(self._actions(one) for one in numbers), strict=True)
+        stage.feed.load([torch.cat(parts)[order] for parts in columns], sum(counts, np.zeros_like(counts[0])))
+
+    # What both need.
+
+    def _actions(self, number: int) -> list[Tensor]:
+        """Return the columns of the action in a window."""
+        decoded = self._decoded.get(number)
+        if decoded is None:
+            window = self._windows.get(number)
+            decoded = [
+                code.decode(packed, window.rows)
+                for code, packed in zip(self._layout.actions, window.actions, strict=True)
+            ]
+            self._decoded[number] = decoded
+            if len(self._decoded) > _MOST_ALONE * 8:
+                self._decoded.popitem(last=False)
+        return decoded
+
+    def _with_all_columns(self, batch: TensorDict) -> TensorDict:
+        """Add columns that this part lacks, as entries of info may be missing; cast those of another dtype."""
+        for key, dtype, shape in self._layout.made:
+            column: Tensor | None = batch.get(key, None)
+            if column is None:
+                batch.set(key, torch.zeros(len(batch), *shape, dtype=dtype))
+            elif column.dtype != dtype:
+                batch.set(key, column.to(dtype))
+        return batch
+
+    def _check(self, number: int, batch: TensorDict, envs: Sequence[int]) -> None:
+        """Raise `_Differs` unless these are the rows of a window, those of the given envs."""
+        window = self._windows.get(number)
+        counts = window.counts
+        chosen = np.zeros(self._num_envs, bool)
+        chosen[list(envs)] = True
+        digests = self._layout.digest(batch)
+        if (checksums(digests, counts[chosen]) == window.checksums[chosen]).all():
+            return
+
+        rows = np.flatnonzero(np.repeat(chosen, counts))
+        wrong = np.flatnonzero(first_bits(digests) != window.digests[rows])
+        # Of 256 differing rows one has the same 8 bits.
+        place = int(wrong[0]) if len(wrong) else 0
+        env = int(np.repeat(np.arange(self._num_envs), counts)[rows[place]])
+        raise _Differs(self._windows.begins(number) + int(rows[place]), env)
+
+    def _with_outputs(self, number: int, batch: TensorDict, env: int | None) -> TensorDict:
+        """Add the columns that the policy wrote, for the rows of one env or of all."""
+        window = self._windows.get(number)
+        if not window.outputs:
+            return batch
+
+        for key, column in self._columns(window, window.outputs)["columns"]:
+            if env is not None:
+                at = int(window.counts[:env].sum())
+                column = column[at : at + int(window.counts[env])].clone()
+            batch.set(key, column)
+        return batch
+
+    def _columns(self, window: Window, packed: bytes) -> dict[str, Any]:
+        """Return stored columns; DamagedFileError unless each has one value a row."""
+        most = 2 * window.rows * self._layout.row_bytes() + (1 << 20)
+        tree = unpack_bytes(packed, most)
+        try:
+            rows = {len(column) for _, column in tree["columns"]}
+            if not rows <= {window.rows}:
+                raise ValueError(f"columns of {rows} rows, expected {window.rows}")
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamagedFileError(f"stored columns are damaged: {str(error)[:200]}") from None
+        columns: dict[str, Any] = tree
+        return columns
+
+    def _kept_rows(self, number: int) -> TensorDict:
+        """Return the rows of a window that were kept themselves."""
+        window = self._windows.get(number)
+        stored = self._columns(window, window.kept)
+        columns: dict[NestedKey, Tensor] = dict(stored["columns"])
+        for code, column in zip(self._layout.actions, self._actions(number), strict=True):
+            columns[code.key] = column
+
+        # The next observation is that of the next row, but at the ends of runs.
+        rows = stored["final_rows"]
+        for key, last in stored["final"]:
+            following = columns[key].roll(-1, 0)
+            following[rows] = last
+            columns[next_key(key)] = following
+        for key in self._layout.counts:
+            columns[next_key(key)] = columns[key] + 1
+
+        batch = nest(columns, window.rows)
+        return self._with_outputs(number, batch, None)
+
+
+def first_bits(digests: Words) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return the 8 bits of each digest that a log stores for each row."""
+    return (digests >> np.uint64(56)).astype(np.uint8)
+
+
+def pack_kept(layout: Layout, batch: TensorDict, final: TensorDict | None) -> bytes:
+    """Pack the columns that the env made: each observation once."""
+    implied = {next_key(key) for key in (*layout.obs, *layout.counts)}
+    made = [form.key for form in layout.made if form.key not in implied]
+    columns = [(key, batch.get(key).cpu()) for key in made]
+
+    if final is None:
+        rows = run_ends(batch, **layout.marks).nonzero().squeeze(-1)
+        lasts = [(key, batch.get(next_key(key)).index_select(0, rows).cpu()) for key in layout.obs]
+    else:
+        rows = final.get("row")
+        lasts = [(key, final.get(next_key(key)).cpu()) for key in layout.obs]
+    return pack_bytes({"columns": columns, "final": lasts, "final_rows": rows.cpu()})
