@@ -438,6 +438,8 @@ class Collector(Facts):
         """
         if not self._runner.keys.has_ids:
             return "track_traj_ids=False leaves the episodes without a name to go on under"
+        if self._log is not None:
+            return "its log makes rows again from resets"
         return self._runner.snapshot_problem()
 
     def state_dict(self, *, episodes: bool = False) -> dict[str, Any]:
@@ -523,6 +525,11 @@ class Collector(Facts):
 
     def _load_episodes(self, episodes: dict[str, Any]) -> None:
         """Go on in the middle of saved episodes; if that fails, the next batch starts with a reset."""
+        if self._log is not None:
+            raise ValueError(
+                "a collector with log= cannot go on in the middle of saved episodes: its log makes rows again from "
+                "resets. Save with state_dict(), without episodes=True, or collect without log="
+            )
         waiting = episodes["waiting"]
         if (waiting is None) != (self._joiner is None):
             raise ValueError(

@@ -394,6 +394,15 @@ def test_lost_rows_do_no_harm(tmp_path: Path) -> None:
             check_slices(log, cat(batches), 6)
 
 
+def test_a_log_does_not_begin_inside_an_episode(tmp_path: Path) -> None:
+    saved = Collector(gym.make("CartPole-v1"), frames_per_batch=5)
+    next(saved)
+    with Collector(gym.make("CartPole-v1"), frames_per_batch=5, log=tmp_path / "log") as logged:
+        assert logged.snapshot_problem == "its log makes rows again from resets"
+        with pytest.raises(ValueError, match="log= cannot go on in the middle of saved episodes"):
+            logged.load_state_dict(saved.state_dict(episodes=True))
+
+
 def test_a_log_is_continued(tmp_path: Path) -> None:
     batches = []
     state = None
