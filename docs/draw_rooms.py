@@ -79,13 +79,11 @@ def draw(axes: Axes, graph: Graph) -> None:
             axes.text(left + 0.3, high - (i + 1.2) * LINE, f"{folder}/", size=15, color=colour)
         arrows = sorted(rooms[room] - {far for near in rooms[room] for far in rooms[near]})
         for below in arrows:
-            shift = 0.2 * (
-                corners[below][0] - left
-            )  # towards where the arrow goes, so that few of them cross
-            start, end = (
-                (left + WIDTH / 2 + shift, low),
-                (corners[below][0] + WIDTH / 2 - shift, corners[below][2]),
-            )
+            # towards where the arrow goes, so that few of them cross, but within the cards
+            apart = 0.2 * (corners[below][0] - left)
+            shift = max(-0.4 * WIDTH, min(0.4 * WIDTH, apart))
+            start = (left + WIDTH / 2 + shift, low)
+            end = (corners[below][0] + WIDTH / 2 - shift, corners[below][2])
             axes.annotate(
                 "", end, start, arrowprops={"arrowstyle": "-|>", "color": "0.35", "shrinkB": 1}, zorder=0
             )
