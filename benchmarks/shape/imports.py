@@ -38,6 +38,7 @@ OUTER_FOLDERS = (
     "rollouts.games",
     "rollouts.workers.on_ray",
     "sharing.on_ray",
+    "wrappers.atari",
     "wrappers.games",
     "wrappers.on_jax",
 )

@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,33 @@ from flatroll.wrappers.testing import Script, ScriptedTorchEnv
 UPDATES = 6
 
 
-class Run:
-    """DQN on CartPole with slices of a compact buffer; a checkpoint after every other batch."""
+class Opaque(gym.Wrapper):  # type: ignore[type-arg]
+    """May hold anything, so its env begins new episodes after a save."""
 
-    def __init__(self, path: Path, *, seed: int = 0, recurrent: Any = None) -> None:
+
+def cartpoles(*, opaque: bool = False) -> Any:
+    def make() -> Any:
+        env = gym.make("CartPole-v1")
+        return Opaque(env) if opaque else env
+
+    return gym.vector.SyncVectorEnv([make] * 2)
+
+
+class Run:
+    """DQN on CartPole with slices of a compact buffer; a checkpoint after every other batch, or at these batches."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        seed: int = 0,
+        recurrent: Any = None,
+        opaque: bool = False,
+        save_at: Collection[int] | None = None,
+    ) -> None:
         torch.manual_seed(seed)
-        env = gym.make_vec("CartPole-v1", num_envs=2)
+        env = cartpoles(opaque=opaque)
+        self.save_at = save_at
         self.policy = q_network(env, hidden=(16,), recurrent=recurrent)
         set_epsilon(self.policy, 0.3)
         loss = DQNLoss(self.policy, delay_value=True)
@@ -61,7 +83,8 @@ class Run:
             self.buffer.extend(rows)
             for _ in range(3):
                 self.step(self.buffer.sample())
-            if batch % 2:
+            saves = batch % 2 == 1 if self.save_at is None else batch in self.save_at
+            if saves:
                 self.checkpoint.save(batch=batch + 1)
 
     def result(self) -> tuple[Any, torch.Tensor]:
@@ -76,25 +99,66 @@ def assert_equal(one: tuple[Any, torch.Tensor], other: tuple[Any, torch.Tensor])
     assert torch.equal(one[1], other[1])
 
 
+@pytest.mark.filterwarnings("ignore:exact=True. collector begins new episodes")
+@pytest.mark.parametrize("opaque", [False, True])
 @pytest.mark.parametrize("recurrent", [None, "gru"])
-def test_a_run_in_pieces_equals_one_that_never_stopped(recurrent: Any, tmp_path: Path) -> None:
-    whole = Run(tmp_path / "whole", recurrent=recurrent)
+def test_a_run_in_pieces_equals_one_that_never_stopped(recurrent: Any, opaque: bool, tmp_path: Path) -> None:
+    whole = Run(tmp_path / "whole", recurrent=recurrent, opaque=opaque)
     whole.go_on()
     for updates in (2, 3, 5, UPDATES):  # 3 and 5 end between two checkpoints: their last batch is lost
-        piece = Run(tmp_path / "pieces", seed=7 + updates if updates > 2 else 0, recurrent=recurrent)
+        seed = 7 + updates if updates > 2 else 0
+        piece = Run(tmp_path / "pieces", seed=seed, recurrent=recurrent, opaque=opaque)
         piece.go_on(updates)
     assert_equal(piece.result(), whole.result())
 
-    # The buffer holds batches 1 to 5, oldest first; episodes begin anew after the saves behind batches 1 and 3.
+    # The buffer holds batches 1 to 5, oldest first; opaque episodes begin anew after the saves behind batches 1 and 3.
     is_init = whole.buffer.oldest_first()["is_init"]
-    assert is_init[32].all() and is_init[3 * 32].all()
+    assert bool(is_init[32].all() and is_init[3 * 32].all()) == opaque
+
+
+def test_saves_leave_no_trace(tmp_path: Path) -> None:
+    """A run that saves in the middle of its episodes equals one that never saves, also after a resume."""
+    whole = Run(tmp_path / "whole", save_at=[])
+    whole.go_on()
+    piece = Run(tmp_path / "pieces", save_at=[0, 2, 3])
+    piece.go_on(4)
+    piece = Run(tmp_path / "pieces", save_at=[], seed=5)
+    piece.go_on()
+    assert_equal(piece.result(), whole.result())
+
+
+def test_without_reopening_slices_would_end_at_the_save(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.go_on(2)
+    loaded = Run(tmp_path, seed=3)
+    loaded.checkpoint.load()
+    for each in (run, loaded):
+        each.buffer.extend(next(each.collector))
+    tables = [each.buffer.ring.state_dict()["chains"] for each in (run, loaded)]
+    assert (tables[0]["total"] == tables[1]["total"]).all()
+    assert run.buffer.index is not None and loaded.buffer.index is not None
+    assert run.buffer.index.open_trajectories == loaded.buffer.index.open_trajectories > 0
+
+    closed = ReplayBuffer(storage=LazyTensorStorage(160, compact_obs=True), sampler=SliceSampler(slice_len=4))
+    closed.load_state_dict(run.buffer.state_dict())
+    assert closed.index is not None and closed.index.open_trajectories == 0
+
+
+def test_a_wrapper_that_cannot_be_saved_is_named_in_one_line(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning) as caught:
+        Run(tmp_path, opaque=True)
+    (warning,) = caught
+    assert str(warning.message) == (
+        "exact=True: collector begins new episodes at each save, since Opaque has no get_snapshot and set_snapshot"
+    )
+    assert warning.filename == __file__
 
 
 def test_without_exact_the_episodes_differ(tmp_path: Path) -> None:
     """The env of the run that goes on is in the middle of an episode."""
     whole, piece = (Run(tmp_path / name) for name in ("whole", "pieces"))
     for run in (whole, piece):
-        run.checkpoint._restarting = []
+        run.checkpoint._exact = {}
     whole.go_on()
     piece.go_on(2)
     piece.go_on()
@@ -104,20 +168,25 @@ def test_without_exact_the_episodes_differ(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_exact_is_refused(tmp_path: Path) -> None:
-    env = gym.make_vec("CartPole-v1", num_envs=2)
+    env = cartpoles(opaque=True)
     with pytest.raises(TypeError, match=r"exact=True needs collector=, a Collector .*, got NoneType"):
         Checkpoint(tmp_path, policy=torch.nn.Linear(1, 1), exact=True)
-    with pytest.raises(ValueError, match="needs a seed of collector"):
+    with pytest.raises(ValueError, match=r"needs a seed of collector.*can save its state .Opaque has no"):
         Checkpoint(tmp_path, collector=Collector(env, frames_per_batch=8), exact=True)
     with pytest.raises(ValueError, match="needs the random generators: leave rng=False out"):
         Checkpoint(tmp_path, collector=Collector(env, frames_per_batch=8, seed=0), exact=True, rng=False)
     assert not hasattr(MultiCollector, "restart")
 
-    unseeded = ScriptedTorchEnv(Script(4))  # its reset takes no seed
+    class Unseeded(ScriptedTorchEnv):
+        get_snapshot = set_snapshot = None  # type: ignore[assignment]
+
+    unseeded = Unseeded(Script(4))  # its reset takes no seed
     unseeded.reset = lambda: ScriptedTorchEnv.reset(unseeded)  # type: ignore[method-assign]
     other = Collector(unseeded, frames_per_batch=8, seed=0)
     with pytest.raises(ValueError, match="needs a seed of other"):
-        Checkpoint(tmp_path, collector=Collector(env, frames_per_batch=8, seed=0), other=other, exact=True)
+        Checkpoint(
+            tmp_path, collector=Collector(cartpoles(), frames_per_batch=8, seed=0), other=other, exact=True
+        )
 
 
 def test_each_collector_and_each_seed_goes_on(tmp_path: Path) -> None:

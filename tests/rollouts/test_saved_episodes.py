@@ -25,9 +25,7 @@ def cartpoles(mode: str = "NextStep") -> Any:
 ENVS: dict[str, Callable[[], Any]] = {
     "single": lambda: gym.make("CartPole-v1"),
     "its own vector env": lambda: gym.make_vec("CartPole-v1", num_envs=3),
-    **{
-        f"sync, {mode}": lambda mode=mode: cartpoles(mode) for mode in ("NextStep", "SameStep", "Disabled")
-    },
+    **{f"sync, {mode}": lambda mode=mode: cartpoles(mode) for mode in ("NextStep", "SameStep", "Disabled")},
     **{
         f"scripted {backend}, {mode}": lambda backend=backend, mode=mode: make_scripted(
             SCRIPT, backend=backend, autoreset_mode=mode
@@ -102,7 +100,9 @@ def test_states_of_the_policy_go_on(recurrent: Any, stride: int) -> None:
         torch.manual_seed(seed)
         env = cartpoles()
         policy = actor(env, hidden=(4,), recurrent=recurrent)
-        return Collector(env, policy, frames_per_batch=10, seed=seed, state_stride=stride, exploration_type="mode")
+        return Collector(
+            env, policy, frames_per_batch=10, seed=seed, state_stride=stride, exploration_type="mode"
+        )
 
     assert_goes_on(make)
 
@@ -146,7 +146,9 @@ def test_other_episodes_are_refused() -> None:
     state = one.state_dict(episodes=True)
 
     other = Collector(gym.make_vec("CartPole-v1", num_envs=3), frames_per_batch=6, seed=0)
-    with pytest.raises(ValueError, match="the snapshot is one of .* SyncVectorEnv .*: make the env as the one"):
+    with pytest.raises(
+        ValueError, match=r"the snapshot is one of .* SyncVectorEnv .*: make the env as the one"
+    ):
         other.load_state_dict(state)
     assert next(other)["is_init"][0].all()
 
@@ -163,7 +165,9 @@ def test_other_episodes_are_refused() -> None:
 def test_what_cannot_be_saved_is_named() -> None:
     lake = Collector(gym.make("FrozenLake-v1"), frames_per_batch=4, seed=0)
     assert lake.snapshot_problem == "FrozenLakeEnv has no get_snapshot and set_snapshot"
-    with pytest.raises(ValueError, match="episodes=True needs an env whose state can be saved: FrozenLakeEnv"):
+    with pytest.raises(
+        ValueError, match="episodes=True needs an env whose state can be saved: FrozenLakeEnv"
+    ):
         lake.state_dict(episodes=True)
     nameless = Collector(cartpoles(), frames_per_batch=4, track_traj_ids=False)
     assert "track_traj_ids=False" in str(nameless.snapshot_problem)

@@ -16,7 +16,7 @@ class SingleAtari:
     Args:
         game: name of the ROM.
         sticky: probability that a frame repeats the action of the frame before.
-        most_frames: an episode is truncated at the first frame after these.
+        most_frames: an episode is truncated after these frames, without those of the reset.
         lives_end: whether a lost life is reported as an end; the game goes on.
     """
 
@@ -42,6 +42,7 @@ class SingleAtari:
         self._frames = [np.zeros(SCREEN, np.uint8)] * 3 + [shown]
         self._last = [shown, np.zeros(SCREEN, np.uint8)]
         self.lives = self.ale.lives()
+        self._begun = self.ale.getEpisodeFrameNumber()
         return np.stack(self._frames)
 
     def step(self, action: int) -> tuple[NDArray[np.uint8], float, bool, bool, bool]:
@@ -49,8 +50,7 @@ class SingleAtari:
         reward = 0.0
         for frame in range(4):
             reward += self.ale.act(self._actions[action])
-            lost = self._lives_end and self.ale.lives() < self.lives
-            if self._is_over() or lost:
+            if self._is_over():
                 break
             if frame >= 2:
                 self._last[3 - frame] = self.ale.getScreenGrayscale()
@@ -59,11 +59,13 @@ class SingleAtari:
         self._frames = [*self._frames[1:], self._last[0]]
         terminated = self.ale.game_over() or (self._lives_end and self.ale.lives() < self.lives)
         self.lives = self.ale.lives()
-        truncated = self.ale.getEpisodeFrameNumber() > self._most
-        return np.stack(self._frames), reward, terminated, truncated, self._is_over()
+        return np.stack(self._frames), reward, terminated, self._is_long(), self._is_over()
 
     def _is_over(self) -> bool:
-        return bool(self.ale.game_over()) or self.ale.getEpisodeFrameNumber() > self._most
+        return bool(self.ale.game_over()) or self._is_long()
+
+    def _is_long(self) -> bool:
+        return int(self.ale.getEpisodeFrameNumber()) - self._begun >= self._most
 
 
 def play_singles(

@@ -34,7 +34,13 @@ from flatroll.wrappers import (
 )
 from flatroll.wrappers import NormalizeObservation as Normalized
 from flatroll.wrappers.snapshots import families
-from flatroll.wrappers.testing import Script, ScriptedTorchEnv, ScriptedVectorEnv, check_snapshots, make_scripted
+from flatroll.wrappers.testing import (
+    Script,
+    ScriptedTorchEnv,
+    ScriptedVectorEnv,
+    check_snapshots,
+    make_scripted,
+)
 
 CARTPOLE = "CartPole-v1"
 
@@ -75,7 +81,9 @@ VECTOR: dict[str, Callable[[], Any]] = {
     "scripted, same step": lambda: ScriptedVectorEnv(SCRIPT, autoreset_mode="SameStep"),
     "torch": lambda: ScriptedTorchEnv(SCRIPT),
     "as tensors": lambda: as_vector_env(make_scripted(SCRIPT), framework="torch"),
-    "limit": lambda: StepCounter(RewardSum(gym.make_vec(CARTPOLE, num_envs=2, vectorization_mode="sync")), max_steps=5),
+    "limit": lambda: StepCounter(
+        RewardSum(gym.make_vec(CARTPOLE, num_envs=2, vectorization_mode="sync")), max_steps=5
+    ),
     "differences": lambda: NextObservationDelta(make_scripted(SCRIPT)),
     "statistics": lambda: Normalized(make_scripted(SCRIPT, autoreset_mode="SameStep")),
 }
@@ -187,7 +195,9 @@ def test_another_stack_is_refused() -> None:
     one, other = gym.make(CARTPOLE), Counted(gym.make(CARTPOLE))
     one.reset()
     other.reset()
-    with pytest.raises(ValueError, match=r"the snapshot is one of TimeLimit .*, and the env is Counted > TimeLimit"):
+    with pytest.raises(
+        ValueError, match=r"the snapshot is one of TimeLimit .*, and the env is Counted > TimeLimit"
+    ):
         set_snapshot(other, get_snapshot(one))
 
 
@@ -231,7 +241,9 @@ class Forgetful(gym.Env):  # type: ignore[type-arg]
 
 
 def test_the_kit_finds_a_snapshot_that_lacks_something() -> None:
-    with pytest.raises(AssertionError, match=r"step \d+ after the snapshot at step 0 returns another observation"):
+    with pytest.raises(
+        AssertionError, match=r"step \d+ after the snapshot at step 0 returns another observation"
+    ):
         check_snapshots(Forgetful)
     with pytest.raises(AssertionError, match="the env cannot be saved: FrozenLakeEnv has no get_snapshot"):
         check_snapshots(lambda: gym.make("FrozenLake-v1"))

@@ -667,9 +667,7 @@ class Runner:
 
 def _copy_states(saved: Columns, now: Columns) -> Columns:
     """Return copies of saved states on the devices of the present ones; ValueError if they are others."""
-    shapes, given = (
-        {key: tuple(value.shape) for key, value in states.items()} for states in (now, saved)
-    )
+    shapes, given = ({key: tuple(value.shape) for key, value in states.items()} for states in (now, saved))
     if shapes != given:
         raise ValueError(f"the policy carries the states {shapes}, and the saved ones are {given}")
     return {key: value.to(now[key].device, copy=True) for key, value in saved.items()}
