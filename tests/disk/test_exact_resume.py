@@ -132,7 +132,9 @@ def test_without_reopening_slices_would_end_at_the_save(tmp_path: Path) -> None:
     run.go_on(2)
     loaded = Run(tmp_path, seed=3)
     loaded.checkpoint.load()
+    numbers = torch.get_rng_state()
     for each in (run, loaded):
+        torch.set_rng_state(numbers)
         each.buffer.extend(next(each.collector))
     tables = [each.buffer.ring.state_dict()["chains"] for each in (run, loaded)]
     assert (tables[0]["total"] == tables[1]["total"]).all()
@@ -142,6 +144,18 @@ def test_without_reopening_slices_would_end_at_the_save(tmp_path: Path) -> None:
     closed = ReplayBuffer(storage=LazyTensorStorage(160, compact_obs=True), sampler=SliceSampler(slice_len=4))
     closed.load_state_dict(run.buffer.state_dict())
     assert closed.index is not None and closed.index.open_trajectories == 0
+
+
+def test_a_buffer_without_its_collector_is_not_reopened(tmp_path: Path) -> None:
+    """Another collector counts from 0 as well, and its rows belong to other trajectories."""
+    run = Run(tmp_path)
+    run.go_on(2)
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(160, compact_obs=True), sampler=SliceSampler(slice_len=4), batch_size=16
+    )
+    Checkpoint(tmp_path, buffer=buffer).load(partial=True)
+    assert buffer.index is not None and len(buffer) > 0
+    assert buffer.index.open_trajectories == 0
 
 
 def test_a_wrapper_that_cannot_be_saved_is_named_in_one_line(tmp_path: Path) -> None:

@@ -324,7 +324,7 @@ class Checkpoint:
         self._load_parts(states)
         if apply is not None:
             apply()
-        if self._buffer is not None and any(map(_has_episodes, states.values())):
+        if self._buffer is not None and any(_has_episodes(states[name]) for name in self._parts):
             self._buffer.reopen()
         if self._rng and not partial and generators is not None:
             _set_generators(generators)
@@ -369,7 +369,9 @@ def _find_collectors(parts: Mapping[str, Stateful], rng: bool) -> dict[str, Rest
             f"{type(collector).__name__}: leave exact out"
         )
 
-    collectors = {name: part for name, part in parts.items() if isinstance(part, Restarts)}
+    collectors: dict[str, Restarts] = {
+        name: part for name, part in parts.items() if isinstance(part, Restarts)
+    }
     if not rng:
         raise ValueError("exact=True needs the random generators: leave rng=False out")
     for name, part in collectors.items():

@@ -391,8 +391,8 @@ class TransformerModule(MemoryModule):
         if len(cache) != len(runs):
             raise ValueError(
                 f"{len(runs)} runs of the batch begin inside an episode, got caches for {len(cache)}: {way_out}. "
-                "Nor may a loss or an estimator be called within begin_from that runs the module on other rows, such as "
-                "next observations or a minibatch"
+                "Nor may a loss or an estimator be called within begin_from that runs the module on other rows, such "
+                "as next observations or a minibatch"
             )
         self._check_cache(cache, caches[steps_key], len(runs))
 
