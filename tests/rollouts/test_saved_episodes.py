@@ -169,10 +169,7 @@ def test_a_state_stays_what_it_was() -> None:
     ("mode", "script", "words"),
     [
         ("NextStep", Script(2), "num_envs 3, .*num_envs 2,"),
-        (
-            lambda: make_scripted(SCRIPT, autoreset_mode="SameStep"),
-            "autoreset_mode NextStep, .*autoreset_mode SameStep",
-        ),
+        ("SameStep", SCRIPT, "num_envs 3, autoreset_mode NextStep, .*autoreset_mode SameStep,"),
     ],
 )
 def test_another_number_of_envs_or_mode_is_refused(mode: str, script: Script, words: str) -> None:
