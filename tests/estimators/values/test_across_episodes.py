@@ -268,6 +268,22 @@ def sliced(batch: TensorDict) -> TensorDict:
     return buffer.sample()
 
 
+def test_a_row_that_is_missing_is_noticed_wherever_it_was() -> None:
+    """Without step counts nothing else tells that a row within an episode is gone."""
+    (batch,) = collect(SCRIPT, "NextStep", 30)
+    env = batch["collector", "env"]
+    gae = GAE(gamma=0.9, lmbda=0.8, value_network=critic(), episodic=False)
+    for row in range(30):
+        rest = TensorDict.cat([batch[:row], batch[row + 1 :]])
+        if row in (0, 29) or env[row - 1] != env[row + 1]:
+            gae(rest)  # the first or last row of an env
+            continue
+        with pytest.raises(
+            ValueError, match=f"what follows row {row - 1} in env {int(env[row])} is not in the row"
+        ):
+            gae(rest)
+
+
 def test_batches_that_do_not_say_what_follows_are_refused() -> None:
     (batch,) = collect(SCRIPT, "NextStep", 30)
     gae = GAE(gamma=0.9, lmbda=0.8, value_network=critic(), episodic=False)
@@ -277,7 +293,7 @@ def test_batches_that_do_not_say_what_follows_are_refused() -> None:
         batch[torch.randperm(30)],
         batch[::2],
         split_trajectories(batch),
-        torch.cat([batch, batch]),  # type: ignore[list-item]
+        TensorDict.cat([batch, batch]),
     ):
         with pytest.raises(ValueError, match=r"rows of each env in one stretch|does not follow row"):
             gae(other)
