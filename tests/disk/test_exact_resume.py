@@ -211,7 +211,8 @@ def test_each_collector_and_each_seed_goes_on(tmp_path: Path) -> None:
 
     one, other = collectors(0)
     checkpoint = Checkpoint(tmp_path, collector=one, second=other, exact=True)
-    next(one), next(other)
+    next(one)
+    next(other)
     other.set_seed(7)
     next(other)
     checkpoint.save()
@@ -228,7 +229,7 @@ class Noise(TensorDictModuleBase):
     def __init__(self) -> None:
         super().__init__()
         self.in_keys = ["observation", "_n"]
-        self.out_keys = ["action", ("next", "_n")]
+        self.out_keys = ["action", ("next", "_n")]  # pyright: ignore[reportAttributeAccessIssue]
 
     def make_tensordict_primer(self) -> TensorDictPrimer:
         return TensorDictPrimer({"_n": torch.zeros(1)})

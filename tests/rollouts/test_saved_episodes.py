@@ -172,7 +172,7 @@ def test_a_state_stays_what_it_was() -> None:
         ("SameStep", SCRIPT, "num_envs 3, autoreset_mode NextStep, .*autoreset_mode SameStep,"),
     ],
 )
-def test_another_number_of_envs_or_mode_is_refused(mode: str, script: Script, words: str) -> None:
+def test_another_number_of_envs_or_mode_is_refused(mode: Any, script: Script, words: str) -> None:
     one = Collector(ScriptedVectorEnv(SCRIPT), frames_per_batch=6, seed=0)
     next(one)
     other = Collector(ScriptedVectorEnv(script, autoreset_mode=mode), frames_per_batch=6, seed=0)
@@ -185,14 +185,15 @@ def test_another_number_of_envs_or_mode_is_refused(mode: str, script: Script, wo
 def test_leftover_rows_stay_unique() -> None:
     make = ENVS["scripted native, NextStep"]
     whole = Collector(make(), frames_per_batch=10, seed=0)
-    rows = TensorDict.cat([next(whole) for _ in range(6)])
+    rows: Any = TensorDict.cat([next(whole) for _ in range(6)])
 
     first = Collector(make(), frames_per_batch=10, seed=0)
     parts = [next(first) for _ in range(3)]
     second = Collector(make(), frames_per_batch=10, seed=0)
     second.load_state_dict(first.state_dict(episodes=True))
     parts += [next(second) for _ in range(3)]
-    assert_same(rows, TensorDict.cat(parts))
+    joined: Any = TensorDict.cat(parts)
+    assert_same(rows, joined)
 
 
 def test_a_collector_that_has_not_begun() -> None:
