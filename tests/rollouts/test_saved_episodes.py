@@ -197,10 +197,10 @@ def test_leftover_rows_stay_unique() -> None:
 
 
 def test_a_collector_that_has_not_begun() -> None:
-    one = Collector(cartpoles(), frames_per_batch=6, seed=0)
+    one = Collector(cartpoles(), frames_per_batch=6, seed=0, track_envs=True)
     state = one.state_dict(episodes=True)
     assert state["episodes"] is None
-    other = Collector(cartpoles(), frames_per_batch=6, seed=3)
+    other = Collector(cartpoles(), frames_per_batch=6, seed=3, track_envs=True)
     other.load_state_dict(state)
     assert_same(next(one), next(other))
 
