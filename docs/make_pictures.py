@@ -98,7 +98,7 @@ def draw_offline(out: Path, seeds: range = range(1, 4)) -> Figure:
         {f"IQL, {len(logs)} seeds": over_seeds(logs, "evaluation")}, "mean return of 20 episodes"
     )
     (axes,) = figure.axes
-    data = np.mean([json.loads((folder / "result.json").read_text())["return"] for folder in folders])
+    data = float(np.mean([json.loads((folder / "result.json").read_text())["return"] for folder in folders]))
     axes.axhline(data, color="0.6", linewidth=1, linestyle=":", label="episodes of the data set")
     axes.set(xlabel="updates")
     axes.set_title("Pendulum, learnt from a data set", loc="left")
@@ -353,8 +353,8 @@ def main() -> None:
         draw_program(tool_use, out, **titles).savefig(IMAGES / "tool_use_curve.png", dpi=100)
     if args.which == "text":
         return
-    axes = tree_of_first_move(maze=0, simulations=60).plot()
-    axes.figure.savefig(IMAGES / "tree.png", dpi=90)
+    figure: Any = tree_of_first_move(maze=0, simulations=60).plot().figure
+    figure.savefig(IMAGES / "tree.png", dpi=90)
     if args.which == "tree":
         return
     draw_first_training(range(5)).savefig(IMAGES / "first_training.png", dpi=110)

@@ -87,7 +87,8 @@ class MarkerWrapper(VectorWrapper):
     #: Whether a collector stores the entry as a column; if not, it is for hand-written loops.
     is_column: ClassVar[bool] = True
     #: Names of all attributes that hold state, arrays ``[E, ...]``. Needed in envpool's async mode, where each step
-    #: covers only some envs. None: that mode is not supported.
+    #: covers only some envs, and to save open episodes, for which a class that derives from another marker names its
+    #: own anew. None: neither is supported.
     row_state: ClassVar[tuple[str, ...] | None] = None
 
     def __init__(self, env: EnvLike, key: NestedKey) -> None:

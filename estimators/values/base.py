@@ -600,11 +600,9 @@ class ValueEstimator(TensorDictModuleBase):
         ends = ends_from(done, is_init, ids, mask)
         if not self.episodic:
             at = _across_episodes(batch, ends, mask)
-        elif terminated is None:
-            at = Boundaries(
-                ends, marker(batch, keys["terminated"]), None
-            )  # the error says what writes the entry
         else:
+            if terminated is None:
+                terminated = marker(batch, keys["terminated"])  # the error says what writes the entry
             at = Boundaries(ends, terminated, None)
         if get_entry(batch, NEXT_KNOWN) is not None:
             at = _with_unknown(batch, at, refuse=self.bootstrap_missing == "error")
@@ -674,12 +672,17 @@ def _lead_to_next_row(steps: Tensor) -> bool:
 def _across_episodes(batch: TensorDictBase, ends: Tensor, mask: Tensor | None) -> Boundaries:
     """The boundaries of returns that run over the ends of an env's episodes: nothing terminates them.
 
+    They stop where the next row is not the env's next step, also inside of an episode.
+
     Raises:
         KeyError: the rows do not name their env.
         ValueError: the rows of an env are in several places of the batch, or one is missing (checked on the host).
     """
-    crossed = ends & goes_on_in_env(batch)
-    at = Boundaries(ends, torch.zeros_like(ends), None, crossed)
+    follows = goes_on_in_env(batch)
+    gaps = ~follows
+    if mask is not None:
+        gaps = gaps & mask
+    at = Boundaries(ends | gaps, torch.zeros_like(ends), None, ends & follows)
     if is_tracing() or not ends.is_cpu:
         return at
 

@@ -146,6 +146,18 @@ def test_without_reopening_slices_would_end_at_the_save(tmp_path: Path) -> None:
     assert closed.index is not None and closed.index.open_trajectories == 0
 
 
+def test_a_buffer_without_its_collector_is_not_reopened(tmp_path: Path) -> None:
+    """Another collector counts from 0 as well, and its rows belong to other trajectories."""
+    run = Run(tmp_path)
+    run.go_on(2)
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(160, compact_obs=True), sampler=SliceSampler(slice_len=4), batch_size=16
+    )
+    Checkpoint(tmp_path, buffer=buffer).load(partial=True)
+    assert buffer.index is not None and len(buffer) > 0
+    assert buffer.index.open_trajectories == 0
+
+
 def test_a_wrapper_that_cannot_be_saved_is_named_in_one_line(tmp_path: Path) -> None:
     with pytest.warns(UserWarning) as caught:
         Run(tmp_path, opaque=True)
@@ -199,7 +211,8 @@ def test_each_collector_and_each_seed_goes_on(tmp_path: Path) -> None:
 
     one, other = collectors(0)
     checkpoint = Checkpoint(tmp_path, collector=one, second=other, exact=True)
-    next(one), next(other)
+    next(one)
+    next(other)
     other.set_seed(7)
     next(other)
     checkpoint.save()
@@ -216,7 +229,7 @@ class Noise(TensorDictModuleBase):
     def __init__(self) -> None:
         super().__init__()
         self.in_keys = ["observation", "_n"]
-        self.out_keys = ["action", ("next", "_n")]
+        self.out_keys = ["action", ("next", "_n")]  # pyright: ignore[reportAttributeAccessIssue]
 
     def make_tensordict_primer(self) -> TensorDictPrimer:
         return TensorDictPrimer({"_n": torch.zeros(1)})

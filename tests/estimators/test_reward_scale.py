@@ -152,6 +152,7 @@ def test_equal_to_stable_baselines3(script: Script) -> None:
 
     other = vec.VecNormalize(Steps(), norm_obs=False, gamma=0.9)
     other.reset()
+    last: Any = None
     for _ in range(20):
         _, last, _, _ = other.step(np.zeros(n))
     scale = updated(new(prior=1e-4), script, "SameStep", rows=12, steps=20)
@@ -222,7 +223,7 @@ def test_estimators_read_scaled_rewards_and_leave_the_raw_ones() -> None:
         distribution_class=torch.distributions.Categorical,
         return_log_prob=True,
     )
-    policy = ProbabilisticTensorDictSequential(actor, head)
+    policy = ProbabilisticTensorDictSequential(*[actor, head])
     ready = ["advantage", "value_target", "state_value", ("next", "state_value")]
     loss = ClipPPOLoss(policy, critic).make_value_estimator("gae", gamma=0.9, lmbda=0.8, reward_scale=scale)
     plain = ClipPPOLoss(policy, critic).make_value_estimator("gae", gamma=0.9, lmbda=0.8)
@@ -302,6 +303,7 @@ def test_bad_input() -> None:
     with pytest.raises(KeyError, match="done"):
         scale.update(batch.exclude(("next", "done")))
     assert all(before[name].equal(value) for name, value in scale.state_dict().items())
-    for wrong in ({"gamma": 1.5}, {"clip": 0.0}, {"epsilon": 0.0}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            RewardScale(**wrong)
+    wrong: dict[str, Any] = {"gamma": 1.5, "clip": 0.0, "epsilon": 0.0}
+    for name, number in wrong.items():
+        with pytest.raises(ValueError, match=name):
+            RewardScale(**{name: number})

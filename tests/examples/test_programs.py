@@ -166,7 +166,8 @@ class Echo(gym.Env[Any, Any]):
 def test_recurrent_ppo_takes_envs_whose_observations_are_numbers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gym.register("Echo-v0", Echo)
+    kind: Any = Echo
+    gym.register("Echo-v0", kind)
     small = "--frames 7680 --num-envs 64 --steps 8 --gamma 0.5 --scale 1 --minibatches 2 --quiet"
     assert main(["run", "recurrent_ppo", "--env", "Echo-v0", *small.split(), "--folder", str(tmp_path)]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -109,6 +109,7 @@ def test_a_compact_batch_gets_the_same_rewards() -> None:
     one = RND(make_scripted(SCRIPT))
     other = copy.deepcopy(one)
     compact = collect(compact_obs=True)
+    thin: Any = None
     for batch, thin in zip(collect(), compact, strict=True):
         final = compact.final
         assert torch.equal(one.update(batch)[REWARD], other.update(thin, final=final)[REWARD])

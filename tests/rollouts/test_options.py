@@ -145,7 +145,8 @@ def test_an_unknown_argument_is_refused_before_an_env_is_made() -> None:
         TypeError, match=r"^Collector\(\) got an unexpected keyword argument 'frame_per_batch'"
     ):
         Collector(make, frames_per_batch=4, frame_per_batch=4)  # type: ignore[call-arg]
-    for collector, more in ((MultiCollector, {}), (RayCollector, {"calls": FakeRay()})):
+    others: list[tuple[Any, dict[str, Any]]] = [(MultiCollector, {}), (RayCollector, {"calls": FakeRay()})]
+    for collector, more in others:
         with pytest.raises(TypeError, match=r"^unknown arguments frame_per_batch: of Collector's arguments"):
             collector(make, frames_per_batch=4, frame_per_batch=4, **more)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("ale_py")
-import ale_py
+import ale_py  # pyright: ignore[reportMissingImports]
 from atari_single import SCREEN, SingleAtari, play_singles
 from traces import Counts
 from zoo import count_wrong
@@ -23,7 +23,7 @@ ENVS = 2
 STEPS = 400
 SEED = 3
 MODES = ("NextStep", "SameStep")
-SMALL = {"img_height": 20, "img_width": 20}
+SMALL: Any = {"img_height": 20, "img_width": 20}
 
 
 def make(mode: str = "NextStep", num_envs: int = ENVS, **options: Any) -> Any:
@@ -59,7 +59,7 @@ def test_rows_are_those_of_single_emulators(case: str, mode: str, report: Any) -
     options = {NAMES[name]: value for name, value in chosen.items()}
     height, width = SCREEN
     env = report.start(lambda: make(mode, img_height=height, img_width=width, **options))
-    batch = rollout(env, num_steps=STEPS, seed=SEED)
+    batch: Any = rollout(env, num_steps=STEPS, seed=SEED)
     env.close()
     # A lost life is followed by the same game, which audit suspects to be a reset.
     found = {finding.rule for finding in audit(batch)}
@@ -99,7 +99,7 @@ def test_life_loss_info_is_refused_under_next_step() -> None:
 
 
 def test_lost_lives_end_no_game_under_same_step() -> None:
-    batch = rollout(make("SameStep", 1, life_loss_info=True, **SMALL), num_steps=200, seed=SEED)
+    batch: Any = rollout(make("SameStep", 1, life_loss_info=True, **SMALL), num_steps=200, seed=SEED)
     goes_on = (batch["observation"][1:] == batch["next", "observation"][:-1]).flatten(1).all(1)
     ends = batch["next", "terminated"].flatten()[:-1]
     assert int(ends.sum()) >= 4
@@ -108,7 +108,7 @@ def test_lost_lives_end_no_game_under_same_step() -> None:
 
 
 def test_episodic_life_begins_a_new_game() -> None:
-    batch = rollout(
+    batch: Any = rollout(
         make("NextStep", 1, episodic_life=True, **SMALL), num_steps=200, seed=SEED, info_keys=["lives"]
     )
     assert batch["lives"][batch["is_init"].flatten()].tolist() == [5] * int(batch["is_init"].sum())
@@ -124,7 +124,7 @@ def test_async_is_refused(adapt: Any) -> None:
 def test_lives_at_an_end() -> None:
     """Under SAME_STEP info has those of the next game."""
     options = {"max_num_frames_per_episode": 300, **SMALL}
-    batch = rollout(make("NextStep", **options), num_steps=90, seed=SEED, info_keys=["lives"])
+    batch: Any = rollout(make("NextStep", **options), num_steps=90, seed=SEED, info_keys=["lives"])
     assert int(batch["next", "lives"][batch["next", "done"].flatten()].max()) < 5
     with pytest.raises(ValueError, match=r"'lives' of an episode's last step is unknown"):
         rollout(make("SameStep", **options), num_steps=90, seed=SEED, info_keys=["lives"])
@@ -147,7 +147,7 @@ def test_final_obs_has_no_row_that_was_not_written() -> None:
 def test_frames_not_steps_limit_an_episode() -> None:
     """Those of the reset, such as no-ops, do not count."""
     options = {"max_num_frames_per_episode": 100, "noop_max": 30, **SMALL}
-    batch = rollout(make("NextStep", 1, **options), num_steps=60, seed=SEED)
+    batch: Any = rollout(make("NextStep", 1, **options), num_steps=60, seed=SEED)
     ends = batch["next", "truncated"].flatten().nonzero().flatten()
     assert ends.tolist()[:2] == [24, 49]
     with pytest.raises(ValueError, match=r"set the limit in the env, max_num_frames_per_episode=\.\.\."):

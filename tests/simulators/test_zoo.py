@@ -24,8 +24,10 @@ Record = Callable[[str, object], None]
 
 
 def crafter() -> Any:
-    import crafter
-    from shimmy.openai_gym_compatibility import GymV21CompatibilityV0
+    import crafter  # pyright: ignore[reportMissingImports]
+    from shimmy.openai_gym_compatibility import (  # pyright: ignore[reportMissingImports]
+        GymV21CompatibilityV0,
+    )
 
     env = crafter.Env(seed=SEED)
     env.seed = lambda seed: None  # which shimmy calls
@@ -33,10 +35,10 @@ def crafter() -> Any:
 
 
 def miniworld() -> Any:
-    import pyglet
+    import pyglet  # pyright: ignore[reportMissingImports]
 
     pyglet.options["headless"] = True
-    import miniworld  # noqa: F401  (registers its envs)
+    import miniworld  # pyright: ignore[reportMissingImports]  # noqa: F401  (registers its envs)
 
     return gym.make("MiniWorld-OneRoom-v0", max_episode_steps=LIMIT, disable_env_checker=True)
 

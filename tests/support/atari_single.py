@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import ale_py
+import ale_py  # pyright: ignore[reportMissingImports]
 import numpy as np
-from ale_py import roms
+from ale_py import roms  # pyright: ignore[reportMissingImports]
 from numpy.typing import NDArray
 
 SCREEN = (210, 160)  # of Breakout; a vector env with this size does not scale

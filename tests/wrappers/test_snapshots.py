@@ -62,7 +62,7 @@ WRAPPERS: dict[str, Callable[[], Any]] = {
     "sticky": lambda: cartpole(lambda env: StickyAction(env, 0.5)),
     "statistics": lambda: cartpole(RecordEpisodeStatistics),
     "normalised": lambda: cartpole(NormalizeObservation, NormalizeReward),
-    "constant": lambda: cartpole(lambda env: TransformReward(env, lambda reward: 2 * reward)),
+    "constant": lambda: cartpole(lambda env: TransformReward(env, lambda reward: 2 * float(reward))),
     **{
         name: lambda name=name: gym.make(name, max_episode_steps=7)
         for name in ("MountainCar-v0", "MountainCarContinuous-v0", "Pendulum-v1", "Acrobot-v1")
@@ -162,9 +162,57 @@ def closure() -> Any:
     return cartpole(lambda env: TransformReward(env, add))
 
 
+class Longer(StepCounter):
+    """Derives from a marker that is known."""
+
+
+GENERATOR = np.random.default_rng(0)
+SCALE = 0.5
+calls = 0
+
+
+def noisy(reward: Any) -> Any:
+    return reward + GENERATOR.random()
+
+
+def passed_on(reward: Any) -> Any:
+    return noisy(reward)
+
+
+def counted(reward: Any) -> Any:
+    global calls
+    calls += 1
+    return calls
+
+
+def remembers(reward: Any, seen: list[float] = []) -> Any:  # noqa: B006  # what is tested
+    seen.append(float(reward))
+    return sum(seen)
+
+
+def halved(reward: Any, *, least: float = -1.0) -> Any:
+    return np.clip(SCALE * reward, least, None)
+
+
+def doubly_halved(reward: Any) -> Any:
+    return halved(halved(reward))
+
+
+@pytest.mark.parametrize("function", [noisy, passed_on, counted, remembers, lambda r: r + GENERATOR.random()])
+def test_functions_that_may_keep_something_are_refused(function: Any) -> None:
+    problem = snapshot_problem(TransformReward(gym.make(CARTPOLE), function))
+    assert problem == "TransformReward calls a function that may keep a state of its own"
+
+
+@pytest.mark.parametrize("function", [halved, doubly_halved, lambda reward: SCALE * reward])
+def test_functions_that_keep_nothing_are_saved(function: Any) -> None:
+    assert snapshot_problem(TransformReward(gym.make(CARTPOLE), function)) is None
+
+
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
+        (lambda: Longer(gym.make_vec(CARTPOLE, num_envs=2)), "Longer has no get_snapshot and set_snapshot"),
         (lambda: Opaque(gym.make(CARTPOLE)), "Opaque has no get_snapshot and set_snapshot"),
         (lambda: Passing(Counted(gym.make(CARTPOLE))), "Passing has no get_snapshot and set_snapshot"),
         (lambda: MyLimit(gym.make(CARTPOLE), 5), "MyLimit has no get_snapshot and set_snapshot"),

@@ -12,6 +12,11 @@ from flatroll.wrappers.stream import VectorStream
 from flatroll.wrappers.torch_source import TorchSource
 
 
+def _is_marker(layer: object) -> bool:
+    """Return whether a marker's own class names what it holds: a class that derives from it may hold more."""
+    return isinstance(layer, MarkerWrapper) and vars(type(layer)).get("row_state") is not None
+
+
 def _set_of_marker(layer: Any, snapshot: Any) -> None:
     set_attributes(layer, snapshot, layer.stream.capabilities.device)
 
@@ -60,7 +65,7 @@ FAMILIES = (
     ),
     SnapshotFamily(
         name="markers",
-        recognises=lambda layer: isinstance(layer, MarkerWrapper) and layer.row_state is not None,
+        recognises=_is_marker,
         get=lambda layer: get_attributes(layer, layer.row_state),
         set=_set_of_marker,
         inner=inner_env,

@@ -18,7 +18,7 @@ class Snapshots(Protocol):
 
     After ``set_snapshot(snapshot)``, in this object or in one that was made alike, in this process or another, all that
     follows must be what would have followed ``get_snapshot()``: also the resets, so the random generator belongs to the
-    snapshot. A wrapper saves only what it holds itself.
+    snapshot. A wrapper saves only what it holds itself. A class inherits the methods: one that holds more extends them.
     `flatroll.wrappers.testing.check_snapshots` tests the two methods.
 
     >>> import gymnasium as gym

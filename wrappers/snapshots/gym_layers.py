@@ -4,10 +4,12 @@ The tables name the attributes that change while an env is stepped. A class that
 one that is, may hold more, so it is not saved.
 """
 
+import dis
 from collections.abc import Sequence
-from types import FunctionType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
 from flatroll.wrappers.adapt_env import OneEnv
@@ -51,11 +53,25 @@ _WRAPPERS: dict[str, tuple[str, ...]] = {
 #: Wrappers that call a function of the user.
 _CALLERS = ("TransformAction", "TransformObservation", "TransformReward")
 
+#: What such a function may read outside of itself, and the steps of its code with which it would keep something there.
+_STATELESS = (
+    *(ModuleType, FunctionType, BuiltinFunctionType, type(np.clip), np.ufunc, type),
+    *(str, bytes, int, float, complex, type(None), np.generic),
+)
+_SETS_OUTSIDE = ("STORE_GLOBAL", "STORE_ATTR", "DELETE_GLOBAL", "DELETE_ATTR")
+
 #: Attributes of envs that change, by module and class; each also has a random generator.
 _ENVS: dict[tuple[str, str], tuple[str, ...]] = {
     ("acrobot", "AcrobotEnv"): ("state",),
     ("cartpole", "CartPoleEnv"): ("state", "steps_beyond_terminated"),
-    ("cartpole", "CartPoleVectorEnv"): ("state", "steps", "prev_done", "steps_beyond_terminated"),
+    ("cartpole", "CartPoleVectorEnv"): (
+        "state",
+        "steps",
+        "prev_done",
+        "steps_beyond_terminated",
+        "low",  # of the states after a reset, from its options
+        "high",
+    ),
     ("continuous_mountain_car", "Continuous_MountainCarEnv"): ("state",),
     ("mountain_car", "MountainCarEnv"): ("state",),
     ("pendulum", "PendulumEnv"): ("state", "last_u"),
@@ -88,10 +104,44 @@ def _problem_of_wrapper(layer: Any) -> str | None:
     if kind.__name__ not in _CALLERS:
         return None
 
-    function = getattr(layer, "func", None)
-    if isinstance(function, FunctionType) and function.__closure__ is None:
+    if _is_stateless(getattr(layer, "func", None)):
         return None
     return f"{kind.__name__} calls a function that may keep a state of its own"
+
+
+def _is_stateless(function: object, seen: frozenset[object] = frozenset()) -> bool:
+    """Return whether a function surely keeps nothing: it sets nothing outside of itself and reads only constants there.
+
+    So must the functions of its module that it calls (except those in ``seen``); those of other modules are trusted.
+    """
+    if not isinstance(function, FunctionType) or function.__closure__ or vars(function):
+        return False
+
+    codes = _codes_in(function.__code__)
+    if any(step.opname in _SETS_OUTSIDE for code in codes for step in dis.get_instructions(code)):
+        return False
+
+    outside = function.__globals__
+    read = [outside[name] for code in codes for name in code.co_names if name in outside]
+    read += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    seen |= {function}
+    for value in read:
+        if isinstance(value, FunctionType) and value.__globals__ is outside:
+            kept = value not in seen and not _is_stateless(value, seen)
+        else:
+            kept = not isinstance(value, _STATELESS)
+        if kept:
+            return False
+    return True
+
+
+def _codes_in(code: CodeType) -> list[CodeType]:
+    """Return the code of a function and of those defined in it."""
+    codes = [code]
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            codes += _codes_in(constant)
+    return codes
 
 
 def _get_of_env(layer: Any) -> Any:

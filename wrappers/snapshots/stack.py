@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from flatroll.wrappers.plain_state import copy_plain
 from flatroll.wrappers.snapshots import adapted, gym_layers
 from flatroll.wrappers.snapshots.families import SnapshotFamily, find_family, inner_env
 from flatroll.wrappers.source import VectorSource
@@ -33,7 +34,7 @@ def snapshot_problem(env: object) -> str | None:
 
 
 def get_snapshot(env: object) -> list[Any]:
-    """Return the state of an env and of all its wrappers, layer after layer, as plain values.
+    """Return a copy of the state of an env and of all its wrappers, layer after layer, as plain values.
 
     Raises:
         ValueError: a layer cannot be saved, see `snapshot_problem`.
@@ -46,27 +47,54 @@ def get_snapshot(env: object) -> list[Any]:
     array([ True,  True,  True,  True])
     """
     _refuse(env)
-    return [[type(layer).__name__, family.get(layer)] for layer, family in _walk(env) if family is not None]
+    return [
+        [type(layer).__name__, _describe(layer), copy_plain(family.get(layer))]
+        for layer, family in _walk(env)
+        if family is not None
+    ]
 
 
 def set_snapshot(env: object, snapshot: Sequence[Any]) -> None:
     """Restore a state that `get_snapshot` returned, in an env that was made alike and reset.
 
     Raises:
-        ValueError: a layer cannot be saved, or the layers are others; nothing has changed.
+        ValueError: a layer cannot be saved, the layers are others, or one has another number of envs, autoreset mode or
+            shape of observations; nothing has changed.
     """
     _refuse(env)
     layers = [(layer, family) for layer, family in _walk(env) if family is not None]
     names = [type(layer).__name__ for layer, _ in layers]
-    saved = [name for name, _ in snapshot]
+    saved = [name for name, _, _ in snapshot]
     if names != saved:
         raise ValueError(
             f"the snapshot is one of {' > '.join(saved)}, and the env is {' > '.join(names)}: make the env as the "
             "one that was saved"
         )
 
-    for (layer, family), (_, state) in zip(layers, snapshot, strict=True):
-        family.set(layer, state)
+    for (layer, _), (name, described, _) in zip(layers, snapshot, strict=True):
+        here = _describe(layer)
+        if here != described:
+            raise ValueError(
+                f"the {name} of the snapshot has {described}, and that of the env has {here}: make the env as the one "
+                "that was saved"
+            )
+
+    for (layer, family), (_, _, state) in zip(layers, snapshot, strict=True):
+        family.set(layer, copy_plain(state))  # the layer may keep and change what it is given
+
+
+def _describe(layer: Any) -> str:
+    """Return in words what a layer must share with the one that was saved, besides its class."""
+    metadata = getattr(layer, "metadata", None) or {}
+    mode = metadata.get("autoreset_mode")
+    space = getattr(layer, "observation_space", None)
+
+    facts = {
+        "num_envs": getattr(layer, "num_envs", None),
+        "autoreset_mode": getattr(mode, "value", mode),
+        "shape of observations": getattr(space, "shape", None),
+    }
+    return ", ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
 
 
 def _name(layer: object) -> str:

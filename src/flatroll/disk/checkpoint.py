@@ -324,7 +324,7 @@ class Checkpoint:
         self._load_parts(states)
         if apply is not None:
             apply()
-        if self._buffer is not None and any(map(_has_episodes, states.values())):
+        if self._buffer is not None and any(_has_episodes(states[name]) for name in self._parts):
             self._buffer.reopen()
         if self._rng and not partial and generators is not None:
             _set_generators(generators)

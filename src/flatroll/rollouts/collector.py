@@ -447,8 +447,8 @@ class Collector(Facts):
 
         Args:
             episodes: also save the env's state, the open episodes and the rows not yet yielded, so that a loaded
-                collector goes on in the middle of its episodes. Default False: loading cuts open trajectories and
-                resets the env.
+                collector goes on in the middle of its episodes. `flatroll.disk.Checkpoint` writes such a state without
+                pickle. Default False: loading cuts open trajectories and resets the env.
 
         Raises:
             ValueError: with ``episodes``, the env cannot save its state, see `snapshot_problem`.

@@ -193,6 +193,26 @@ class ModulePolicy:
         else:
             self.defaults.setdefault(key, value.to(self._devices.env))
 
+    def get_snapshot(self) -> dict[str, Any]:
+        """Return what the first call has found out."""
+        return {
+            "written": self._written,
+            "beside": list(self._beside),
+            "on columns": self._on_columns is not None,
+        }
+
+    def set_snapshot(self, snapshot: dict[str, Any]) -> None:
+        """Go on without a first call, which may make log-probabilities that differ in the last digit."""
+        written = snapshot["written"]
+        if written is None or not set(written) <= set(self.writes):
+            return  # the first call is to come, or it was of another policy
+
+        self._written = list(written)
+        self._beside = list(snapshot["beside"])
+        self._on_columns = None
+        if snapshot["on columns"]:
+            self._on_columns = self._find_parts()
+
     def __call__(self, columns: Columns) -> tuple[Any, Columns, Columns]:
         """Return the action, the other columns, and what is carried to the next step by key.
 
@@ -291,12 +311,17 @@ class ModulePolicy:
         """Note what the first call wrote, and the parts of the policy if later calls can be of these."""
         self._written = [key for key in self.writes if out.get(key, None) is not None]
         self._beside = [key for key in self._beside if out.get(key, None) is not None]
-        if self._devices.policy is not None or isinstance(action, TensorDictBase):
-            return
+        if not isinstance(action, TensorDictBase):
+            self._on_columns = self._find_parts()
 
+    def _find_parts(self) -> ColumnActor | None:
+        """Return the parts of the policy if calls can be of these."""
+        if self._devices.policy is not None:
+            return None
         actor = ColumnActor.of(self._policy)
         if actor is not None and (self._exploration is InteractionType.RANDOM or not actor.draws):
-            self._on_columns = actor
+            return actor
+        return None
 
 
 def _columns_of(policy: PolicyModule, leaves: Sequence[tuple[str, ...]]) -> list[NestedKey]:

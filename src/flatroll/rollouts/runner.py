@@ -341,6 +341,9 @@ class Runner:
         if stream.at < 0 or stream.moves.count != self._at:
             return None
 
+        policy = None
+        if self._module is not None:
+            policy = self._module.get_snapshot()
         return {
             "env": get_snapshot(self.env),
             "started": self.started,
@@ -351,6 +354,7 @@ class Runner:
             "carried": copy_plain(self.carried),
             "age": copy_plain(self.age),
             "seen": self._infos.seen,
+            "policy": policy,
             "window": self.window.get_snapshot(),
         }
 
@@ -372,6 +376,8 @@ class Runner:
         self.carried = _copy_states(snapshot["carried"], self.carried)
         self.age = copy_plain(snapshot["age"], device)
         self._infos.seen = snapshot["seen"]
+        if self._module is not None and snapshot["policy"] is not None:
+            self._module.set_snapshot(snapshot["policy"])
         self.window.set_snapshot(snapshot["window"])
 
     def _read_infos(self) -> list[str]:

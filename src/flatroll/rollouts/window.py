@@ -250,8 +250,10 @@ class Window:
         return int(self._env_steps.max())
 
     def skip_env_steps(self, steps: int) -> None:
-        """Leave out a number behind ``steps``, so that no row seems to follow one of a lower number."""
-        self._env_steps[:] = steps + 1
+        """Leave out a number behind ``steps``, so that no row seems to follow an earlier one, if there is any."""
+        self._env_steps[:] = steps
+        if steps:
+            self._env_steps += 1
 
     def clear(self) -> None:
         """Drop all columns."""

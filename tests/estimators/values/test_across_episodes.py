@@ -200,7 +200,7 @@ def test_the_other_estimators_share_it() -> None:
     # With the probabilities of the policy itself, V-trace's target is the return.
     net = TensorDictModule(nn.Linear(3, 2), ["observation"], ["logits"])
     head = ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical)
-    policy = ProbabilisticTensorDictSequential(net, head)
+    policy = ProbabilisticTensorDictSequential(*[net, head])
     batch["action"] = torch.zeros(len(batch), dtype=torch.int64)
     batch["action_log_prob"] = policy.get_dist(batch.select("observation")).log_prob(batch["action"]).detach()
     out = VTrace(actor_network=policy, **options)(batch.clone())
@@ -211,7 +211,8 @@ def test_the_other_estimators_share_it() -> None:
 def test_a_recurrent_critic_starts_anew_with_each_episode() -> None:
     torch.manual_seed(0)
     gru = GRUModule(3, 4, in_key="observation", out_key="features", state="zero")
-    network = TensorDictSequential(gru, TensorDictModule(nn.Linear(4, 1), ["features"], ["state_value"]))
+    parts: list[Any] = [gru, TensorDictModule(nn.Linear(4, 1), ["features"], ["state_value"])]
+    network = TensorDictSequential(*parts)
     script = Script(3, lengths=[[3, 1, 5], [2, 4], [7]], ends="truncated")
     (batch,) = collect(script, "NextStep", 20)
     batch["next", "reward"] = batch["next", "reward"].float()
@@ -227,7 +228,8 @@ def test_target_parameters_give_the_values_of_what_follows() -> None:
     network = TensorDictModule(linear, ["observation"], ["state_value"])
     (batch,) = collect(SCRIPT, "NextStep", 20)
     batch["next", "reward"] = batch["next", "reward"].float()
-    zeros = TensorDict.from_module(network).apply(torch.zeros_like)
+    weights: Any = TensorDict.from_module(network)
+    zeros = weights.apply(torch.zeros_like)
     out = GAE(gamma=0.9, lmbda=0.0, value_network=network, episodic=False)(batch, target_params=zeros)
     torch.testing.assert_close(out["value_target"], batch["next", "reward"])
 
@@ -238,7 +240,7 @@ def test_padded_rows_of_each_env() -> None:
     expected = loop(batch, 0.9, 0.8)
     of_env = [batch[batch[ENV] == env] for env in range(3)]
     length = max(map(len, of_env))
-    padded = torch.stack([torch.cat([rows, rows[-1:].expand(length - len(rows))]) for rows in of_env])
+    padded: Any = torch.stack([torch.cat([rows, rows[-1:].expand(length - len(rows))]) for rows in of_env])
     mask = torch.stack([torch.arange(length) < len(rows) for rows in of_env])
     padded["collector", "mask"] = mask
     out = GAE(gamma=0.9, lmbda=0.8, value_network=critic(), episodic=False)(padded)
@@ -268,6 +270,22 @@ def sliced(batch: TensorDict) -> TensorDict:
     return buffer.sample()
 
 
+def test_a_row_that_is_missing_is_noticed_wherever_it_was() -> None:
+    """Without step counts nothing else tells that a row within an episode is gone."""
+    (batch,) = collect(SCRIPT, "NextStep", 30)
+    env = batch["collector", "env"]
+    gae = GAE(gamma=0.9, lmbda=0.8, value_network=critic(), episodic=False)
+    for row in range(30):
+        rest = TensorDict.cat([batch[:row], batch[row + 1 :]])
+        if row in (0, 29) or env[row - 1] != env[row + 1]:
+            gae(rest)  # the first or last row of an env
+            continue
+        with pytest.raises(
+            ValueError, match=f"what follows row {row - 1} in env {int(env[row])} is not in the row"
+        ):
+            gae(rest)
+
+
 def test_batches_that_do_not_say_what_follows_are_refused() -> None:
     (batch,) = collect(SCRIPT, "NextStep", 30)
     gae = GAE(gamma=0.9, lmbda=0.8, value_network=critic(), episodic=False)
@@ -277,7 +295,7 @@ def test_batches_that_do_not_say_what_follows_are_refused() -> None:
         batch[torch.randperm(30)],
         batch[::2],
         split_trajectories(batch),
-        torch.cat([batch, batch]),  # type: ignore[list-item]
+        TensorDict.cat([batch, batch]),
     ):
         with pytest.raises(ValueError, match=r"rows of each env in one stretch|does not follow row"):
             gae(other)

@@ -128,7 +128,7 @@ def test_collection_goes_on(
             assert [len(batch) for batch in batches] == [13] * 20 and collector.frames == 260
         assert collector.frames >= 260 and stats["failures"] == 1
         assert (len(set(first + collector.seeds)) == 4) == (on_failure == "replace")
-    rows = torch.cat(batches)
+    rows: Any = torch.cat(batches)
     writers = set((rows[IDS] >> 40).tolist())
     assert writers <= {5, 6, 7, 8} and not (8 in writers and on_failure == "drop")
     assert 8 in writers or on_failure == "drop" or not sync  # the others may have been faster
@@ -193,7 +193,7 @@ def test_workers_that_stand_in_for_another_need_a_slot_for_each_share(nursery: N
     ) as collector:
         batches = [next(collector) for _ in range(3)]
     assert [len(batch) for batch in batches] == [24] * 3
-    rows = torch.cat(batches)
+    rows: Any = torch.cat(batches)
     for id in rows[IDS].unique():
         steps = rows["observation"][rows[IDS] == id][:, 2]
         assert steps.tolist() == list(range(len(steps)))
@@ -210,7 +210,8 @@ def test_a_worker_that_waits_for_a_slow_learner_is_not_overdue(
         gatherer: Any = collector._supply.gatherer
         served: set[int] = set()  # a worker's first window comes in two messages
         while len(served) < 3:
-            served.add(int(collector.rollout()[IDS][0]) >> 40)
+            window: Any = collector.rollout()
+            served.add(int(window[IDS][0]) >> 40)
         for _ in range(5):
             next(collector)
             team, here = gatherer.team, {filled.member for filled in gatherer.queue}

@@ -323,7 +323,8 @@ class Replayer:
 
         if len(parts) == 1:
             return parts[0]
-        return torch.cat(parts)
+        joined: Any = torch.cat(parts)
+        return joined
 
     def _cut(self, number: int, batch: TensorDict, first: int, end: int) -> TensorDict:
         """Return the rows of a window's batch that are in ``[first, end)``."""
