@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -153,6 +153,37 @@ def unpack_bytes(data: bytes, most: int) -> Any:
         return unpack(from_text(text.numpy().tobytes()), tensors, max_bytes=most)
     except (safetensors.SafetensorError, DamagedState, ValueError, KeyError, TypeError) as error:
         raise DamagedFileError(f"stored columns cannot be read: {str(error)[:200]}") from None
+
+
+class Run(NamedTuple):
+    """One env in consecutive windows.
+
+    Args:
+        env: its number.
+        begin: number of the first window.
+        stop: number of the window after the last.
+    """
+
+    env: int
+    begin: int
+    stop: int
+
+
+def runs_of(wanted: Mapping[int, Sequence[int]]) -> list[Run]:
+    """Return the runs of envs in windows, which are in ascending order; those of an env are in order.
+
+    >>> runs_of({3: [0, 1], 4: [0], 6: [0]})
+    [Run(env=0, begin=3, stop=5), Run(env=0, begin=6, stop=7), Run(env=1, begin=3, stop=4)]
+    """
+    runs: dict[int, list[Run]] = {}
+    for number, envs in wanted.items():
+        for env in envs:
+            own = runs.setdefault(env, [])
+            if own and own[-1].stop == number:
+                own[-1] = own[-1]._replace(stop=number + 1)
+            else:
+                own.append(Run(env, number, number + 1))
+    return [run for env in sorted(runs) for run in runs[env]]
 
 
 class ReplayMismatchError(RuntimeError):
@@ -324,6 +355,68 @@ class Replayer:
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts)
+
+    def pieces(self, wanted: Mapping[int, Sequence[int]]) -> Iterator[tuple[int, int | None, TensorDict]]:
+        """Make the rows of some envs in some windows, one after the other.
+
+        Args:
+            wanted: numbers of windows in ascending order, and the envs of each.
+
+        Yields:
+            number of the window, env, and the rows of this env there; env None and all rows of the window where envs
+            are not made alone.
+
+        Raises:
+            ReplayMismatchError: the env does not make these rows.
+        """
+        made = {}
+        for number, envs in wanted.items():
+            if self._windows.kept[number]:
+                yield number, None, self._kept_rows(number)
+            else:
+                made[number] = envs
+        if not made:
+            return
+
+        runs = runs_of(made)
+        if self._maker.recipe.alone and self._cost_of_runs(runs) < self._cost_whole(min(made), max(made) + 1):
+            for run in runs:
+                numbers = range(run.begin, run.stop)
+                try:
+                    parts = self._run_alone(run)
+                except _Differs:
+                    break  # the env may depend on more than its generator: step all envs from the last seed
+                for number, part in zip(numbers, parts, strict=True):
+                    made[number] = [env for env in made[number] if env != run.env]
+                    yield number, run.env, part
+
+        try:
+            for number, envs in made.items():
+                if envs:
+                    yield number, None, self.window(number)
+        except _Differs as found:
+            raise ReplayMismatchError(self._explain(found.row, found.env), found.row) from None
+
+    def _cost_of_runs(self, runs: Sequence[Run]) -> int:
+        """Return how many rows are stepped if each env is stepped alone, in rows of a vector env."""
+        windows = self._windows
+        steps = 0
+        for run in runs:
+            begin = int(windows.env_begins(run.begin)[run.env])
+            end = int(windows.env_ends[run.stop - 1][run.env])
+            steps += end - self._start(run.env, begin)[0]
+        return _ALONE * steps
+
+    def _run_alone(self, run: Run) -> list[TensorDict]:
+        """Make the rows of one env alone in consecutive windows; raise `_Differs`."""
+        begin = int(self._windows.env_begins(run.begin)[run.env])
+        end = int(self._windows.env_ends[run.stop - 1][run.env])
+        numbers = range(run.begin, run.stop)
+        try:
+            return self.env_rows(run.env, begin, end, numbers)
+        except _Differs:
+            self._forget(run.env)
+            return self.env_rows(run.env, begin, end, numbers, seeded=True)
 
     def _cut(self, number: int, batch: TensorDict, first: int, end: int) -> TensorDict:
         """Return the rows of a window's batch that are in ``[first, end)``."""
