@@ -89,6 +89,11 @@ def collect(path: Path, env: Any, batch: int = BATCH, rows: int = ROWS, **argume
         return [rows.clone() for rows in collector]
 
 
+def cat(parts: Any) -> Any:
+    """Join batches; tensordict's types do not know that torch does."""
+    return torch.cat(parts)
+
+
 def pair(
     log: ReplayLog, batches: list[TensorDict], sampler: Callable[[], Sampler], **arguments: Any
 ) -> tuple[ReplayBuffer, ReplayBuffer]:
@@ -216,7 +221,7 @@ def test_a_continued_log_joins_no_trajectories(tmp_path: Path) -> None:
             sampler=SliceSampler(slice_len=4, strict_length=False),
             batch_size=64,
         )
-        rows = torch.cat([*batches, *again])
+        rows = cat([*batches, *again])
         for _ in range(20):
             sample, info = made.sample(return_info=True)
             at = info["index"]
@@ -270,7 +275,7 @@ def test_a_run_of_windows_is_begun_once(tmp_path: Path, stepped: Counter[str]) -
     batches = collect(tmp_path / "log", make, batch=12, rows=2400)
     with ReplayLog(tmp_path / "log", create_env_fn=make) as log:
         buffer = ReplayBuffer(storage=ReplayLogStorage(log))
-        rows = torch.cat(batches)
+        rows = cat(batches)
         # 4 rows of env 0 in each of 5 windows in a row.
         at = torch.cat([torch.arange(first, first + 4) for first in range(1200, 1260, 12)])
         stepped.clear()
@@ -288,7 +293,7 @@ def test_several_threads(tmp_path: Path) -> None:
             batch_size=16,
             prefetch=2,
         )
-        rows = torch.cat(batches)
+        rows = cat(batches)
         wrong: list[int] = []
 
         def read() -> None:

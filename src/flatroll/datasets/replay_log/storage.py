@@ -5,7 +5,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -27,7 +27,8 @@ from flatroll.layout.keys import NestedKey
 from flatroll.layout.tensordict_seam import get_entry, leaves
 
 #: Number of a window, and an env there; None for the rows of all envs.
-_Name = tuple[int, int | None]
+_Name: TypeAlias = tuple[int, int | None]
+_Take: TypeAlias = Callable[[Tensor, Collection[NestedKey] | None], Columns]
 
 
 class ReplayLogStorage(ColumnStorage):
@@ -79,7 +80,7 @@ class ReplayLogStorage(ColumnStorage):
         self._ring: Ring | None = None
         self.structure = TensorDicts(torch.Size([]))
 
-        take = weakref.WeakMethod(self._take)
+        take: weakref.WeakMethod[_Take] = weakref.WeakMethod(self._take)
         self.columns = {
             key: _LogColumn(take, key, column.dtype, column.shape[1:])
             for key, column in leaves(log._no_rows()).items()
@@ -314,7 +315,7 @@ class _LogColumn(Column):
 
     def __init__(
         self,
-        take: "weakref.WeakMethod[Callable[[Tensor, Collection[NestedKey] | None], Columns]]",
+        take: "weakref.WeakMethod[_Take]",
         key: NestedKey,
         dtype: torch.dtype,
         shape: torch.Size,
