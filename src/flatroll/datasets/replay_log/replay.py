@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -353,7 +354,7 @@ class Replayer:
             number = stop
 
         if len(parts) == 1:
-            return parts[0]
+            return parts[0].clone()  # it may be part of what is remembered here
         return torch.cat(parts)
 
     def pieces(self, wanted: Mapping[int, Sequence[int]]) -> Iterator[tuple[int, int | None, TensorDict]]:
@@ -628,11 +629,32 @@ class Replayer:
         if self._shown is not None and self._shown[0] == number:
             return self._shown[1]
 
-        if self._whole is None or self._next > number:
-            self._begin_whole(number)
         event = self._event_before(number)
-        if event is not None and event.window > self._next and event.seed >= 0:
-            self._next = event.window  # nothing before it matters
+        if event is None:
+            raise _Differs(self._windows.begins(number), 0)
+        is_new = self._whole is None
+        begins = is_new or self._next > number or (event.window > self._next and event.seed >= 0)
+        if begins:
+            self._begin_whole(event)
+
+        try:
+            return self._reach(number)
+        except _Differs:
+            # The rows may depend on what the env did before a seed: on nothing, or on all that is in the log.
+            earliest = self._windows.events[0]
+            if not is_new:
+                self._drop_whole()
+                self._begin_whole(event)
+                with suppress(_Differs):
+                    return self._reach(number)
+            if earliest is event or earliest.seed == UNSEEDED:
+                raise
+            self._drop_whole()
+            self._begin_whole(earliest)
+            return self._reach(number)
+
+    def _reach(self, number: int) -> TensorDict:
+        """Step all envs to the end of a window; return its rows, or raise `_Differs`."""
         with torch.no_grad():
             while self._next < number:
                 self._advance(wanted=False)
@@ -643,15 +665,11 @@ class Replayer:
         self._shown = number, batch
         return batch
 
-    def _begin_whole(self, number: int) -> None:
-        """Make the env, to be stepped from the last seed before a window."""
-        event = self._event_before(number)
-        if event is None:
-            raise _Differs(self._windows.begins(number), 0)
+    def _begin_whole(self, event: Event) -> None:
+        """Begin with a reset of all envs."""
         if self._whole is None or event.seed == NEW:
             self._drop_whole()
-            windows = self._windows.get(number)
-            steps = -(-windows.rows // self._num_envs)
+            steps = -(-self._windows.get(event.window).rows // self._num_envs)
             self._whole = Stage(self._maker.whole(), steps, 0, self._num_envs)
         self._whole.runner.forget()
         self._next = event.window
@@ -693,10 +711,12 @@ class Replayer:
         return batch
 
     def _load_whole(self, stage: Stage, number: int) -> None:
-        """Give all envs the actions of a window, and those of the next, which the last step needs."""
+        """Give all envs the actions of a window, and those of the next ones that its last step needs."""
         numbers = [number]
-        if number + 1 < len(self._windows):
-            numbers.append(number + 1)
+        # A step gives at most E rows; all but one of the last may be in later windows.
+        most = self._windows.ends[number] + self._num_envs - 1
+        while numbers[-1] + 1 < len(self._windows) and self._windows.ends[numbers[-1]] < most:
+            numbers.append(numbers[-1] + 1)
         counts = [self._windows.get(one).counts for one in numbers]
         envs = np.concatenate([np.repeat(np.arange(self._num_envs), count) for count in counts])
         order = torch.from_numpy(np.argsort(envs, kind="stable"))
@@ -781,16 +801,22 @@ class Replayer:
         for code, column in zip(self._layout.actions, self._actions(number), strict=True):
             columns[code.key] = column
 
-        # The next observation is that of the next row, but at the ends of runs.
-        rows = stored["final_rows"]
-        for key, last in stored["final"]:
-            following = columns[key].roll(-1, 0)
-            following[rows] = last
-            columns[next_key(key)] = following
-        for key in self._layout.counts:
-            columns[next_key(key)] = columns[key] + 1
+        try:
+            # The next observation is that of the next row, but at the ends of runs.
+            rows = stored["final_rows"]
+            for key, last in stored["final"]:
+                following = columns[key].roll(-1, 0)
+                following[rows] = last
+                columns[next_key(key)] = following
+            for key in self._layout.counts:
+                columns[next_key(key)] = columns[key] + 1
 
-        batch = nest(columns, window.rows)
+            batch = nest(columns, window.rows)
+            self._check(number, batch, range(self._num_envs))
+        except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
+            raise DamagedFileError(f"kept rows are damaged: {str(error)[:200]}") from None
+        except _Differs as found:
+            raise DamagedFileError(f"kept row {found.row:,} is not what was collected") from None
         return self._with_outputs(number, batch, None)
 
 
