@@ -1124,10 +1124,10 @@ class ReplayBuffer(SavesToFolders, Facts):
         return self.writer.ring(capacity, self.index is not None, -(-ring.written // capacity) * capacity)
 
     def _count_by(self, ring: Ring) -> None:
-        """Use ``ring`` to count the rows, in other processes too."""
-        self.ring = ring
+        """Use ``ring`` to count the rows, in other processes too; a storage that refuses it changes nothing."""
         if self.started:
             self.storage.use_ring(ring, self._unshareable_part(ring))
+        self.ring = ring
 
     def _needs_index(self) -> str | None:
         """Return the name of the part that needs a trajectory index (for errors), or None."""

@@ -15,6 +15,7 @@ from flatroll.datasets.formats.vd4rl import VD4RLExperienceReplay, read_vd4rl
 from flatroll.datasets.replay_log.log import ReplayLog
 from flatroll.datasets.replay_log.recorder import open_recorder
 from flatroll.datasets.replay_log.replay import ReplayMismatchError
+from flatroll.datasets.replay_log.storage import ReplayLogStorage
 from flatroll.datasets.trajectories.buffer import TrajectoryCache, TrajectoryReplayBuffer
 from flatroll.rollouts.row_log import register_log
 
@@ -30,6 +31,7 @@ __all__ = [
     "OpenMLExperienceReplay",
     "OpenXExperienceReplay",
     "ReplayLog",
+    "ReplayLogStorage",
     "ReplayMismatchError",
     "RobosetExperienceReplay",
     "TrajectoryCache",

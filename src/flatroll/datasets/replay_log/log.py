@@ -121,10 +121,14 @@ class ReplayLog(Facts):
         if first == end:
             return self._no_rows()
 
+        return self._make_replayer().rows(first, end)
+
+    def _make_replayer(self) -> Replayer:
+        """Return what makes the rows; its envs are open until the log is closed."""
         if self._replayer is None:
             maker = EnvMaker(self._recipe, self._function) if self.kept < len(self) else None
             self._replayer = Replayer(self._windows, self._layout, maker, self._explain, self.num_envs)
-        return self._replayer.rows(first, end)
+        return self._replayer
 
     def check(self, rows_at_once: int = 65_536) -> None:
         """Make all rows again and compare their checksums; ReplayMismatchError if one differs.

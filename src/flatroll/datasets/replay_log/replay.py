@@ -2,7 +2,8 @@
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -153,6 +154,37 @@ def unpack_bytes(data: bytes, most: int) -> Any:
         return unpack(from_text(text.numpy().tobytes()), tensors, max_bytes=most)
     except (safetensors.SafetensorError, DamagedState, ValueError, KeyError, TypeError) as error:
         raise DamagedFileError(f"stored columns cannot be read: {str(error)[:200]}") from None
+
+
+class Run(NamedTuple):
+    """One env in consecutive windows.
+
+    Args:
+        env: its number.
+        begin: number of the first window.
+        stop: number of the window after the last.
+    """
+
+    env: int
+    begin: int
+    stop: int
+
+
+def runs_of(wanted: Mapping[int, Sequence[int]]) -> list[Run]:
+    """Return the runs of envs in windows, which are in ascending order; those of an env are in order.
+
+    >>> runs_of({3: [0, 1], 4: [0], 6: [0]})
+    [Run(env=0, begin=3, stop=5), Run(env=0, begin=6, stop=7), Run(env=1, begin=3, stop=4)]
+    """
+    runs: dict[int, list[Run]] = {}
+    for number, envs in wanted.items():
+        for env in envs:
+            own = runs.setdefault(env, [])
+            if own and own[-1].stop == number:
+                own[-1] = own[-1]._replace(stop=number + 1)
+            else:
+                own.append(Run(env, number, number + 1))
+    return [run for env in sorted(runs) for run in runs[env]]
 
 
 class ReplayMismatchError(RuntimeError):
@@ -322,9 +354,71 @@ class Replayer:
             number = stop
 
         if len(parts) == 1:
-            return parts[0]
+            return parts[0].clone()  # it may be part of what is remembered here
         joined: Any = torch.cat(parts)
         return joined
+
+    def pieces(self, wanted: Mapping[int, Sequence[int]]) -> Iterator[tuple[int, int | None, TensorDict]]:
+        """Make the rows of some envs in some windows, one after the other.
+
+        Args:
+            wanted: numbers of windows in ascending order, and the envs of each.
+
+        Yields:
+            number of the window, env, and the rows of this env there; env None and all rows of the window where envs
+            are not made alone.
+
+        Raises:
+            ReplayMismatchError: the env does not make these rows.
+        """
+        made = {}
+        for number, envs in wanted.items():
+            if self._windows.kept[number]:
+                yield number, None, self._kept_rows(number)
+            else:
+                made[number] = envs
+        if not made:
+            return
+
+        runs = runs_of(made)
+        if self._maker.recipe.alone and self._cost_of_runs(runs) < self._cost_whole(min(made), max(made) + 1):
+            for run in runs:
+                numbers = range(run.begin, run.stop)
+                try:
+                    parts = self._run_alone(run)
+                except _Differs:
+                    break  # the env may depend on more than its generator: step all envs from the last seed
+                for number, part in zip(numbers, parts, strict=True):
+                    made[number] = [env for env in made[number] if env != run.env]
+                    yield number, run.env, part
+
+        try:
+            for number, envs in made.items():
+                if envs:
+                    yield number, None, self.window(number)
+        except _Differs as found:
+            raise ReplayMismatchError(self._explain(found.row, found.env), found.row) from None
+
+    def _cost_of_runs(self, runs: Sequence[Run]) -> int:
+        """Return how many rows are stepped if each env is stepped alone, in rows of a vector env."""
+        windows = self._windows
+        steps = 0
+        for run in runs:
+            begin = int(windows.env_begins(run.begin)[run.env])
+            end = int(windows.env_ends[run.stop - 1][run.env])
+            steps += end - self._start(run.env, begin)[0]
+        return _ALONE * steps
+
+    def _run_alone(self, run: Run) -> list[TensorDict]:
+        """Make the rows of one env alone in consecutive windows; raise `_Differs`."""
+        begin = int(self._windows.env_begins(run.begin)[run.env])
+        end = int(self._windows.env_ends[run.stop - 1][run.env])
+        numbers = range(run.begin, run.stop)
+        try:
+            return self.env_rows(run.env, begin, end, numbers)
+        except _Differs:
+            self._forget(run.env)
+            return self.env_rows(run.env, begin, end, numbers, seeded=True)
 
     def _cut(self, number: int, batch: TensorDict, first: int, end: int) -> TensorDict:
         """Return the rows of a window's batch that are in ``[first, end)``."""
@@ -536,11 +630,32 @@ class Replayer:
         if self._shown is not None and self._shown[0] == number:
             return self._shown[1]
 
-        if self._whole is None or self._next > number:
-            self._begin_whole(number)
         event = self._event_before(number)
-        if event is not None and event.window > self._next and event.seed >= 0:
-            self._next = event.window  # nothing before it matters
+        if event is None:
+            raise _Differs(self._windows.begins(number), 0)
+        is_new = self._whole is None
+        begins = is_new or self._next > number or (event.window > self._next and event.seed >= 0)
+        if begins:
+            self._begin_whole(event)
+
+        try:
+            return self._reach(number)
+        except _Differs:
+            # The rows may depend on what the env did before a seed: on nothing, or on all that is in the log.
+            earliest = self._windows.events[0]
+            if not is_new:
+                self._drop_whole()
+                self._begin_whole(event)
+                with suppress(_Differs):
+                    return self._reach(number)
+            if earliest is event or earliest.seed == UNSEEDED:
+                raise
+            self._drop_whole()
+            self._begin_whole(earliest)
+            return self._reach(number)
+
+    def _reach(self, number: int) -> TensorDict:
+        """Step all envs to the end of a window; return its rows, or raise `_Differs`."""
         with torch.no_grad():
             while self._next < number:
                 self._advance(wanted=False)
@@ -551,15 +666,11 @@ class Replayer:
         self._shown = number, batch
         return batch
 
-    def _begin_whole(self, number: int) -> None:
-        """Make the env, to be stepped from the last seed before a window."""
-        event = self._event_before(number)
-        if event is None:
-            raise _Differs(self._windows.begins(number), 0)
+    def _begin_whole(self, event: Event) -> None:
+        """Begin with a reset of all envs."""
         if self._whole is None or event.seed == NEW:
             self._drop_whole()
-            windows = self._windows.get(number)
-            steps = -(-windows.rows // self._num_envs)
+            steps = -(-self._windows.get(event.window).rows // self._num_envs)
             self._whole = Stage(self._maker.whole(), steps, 0, self._num_envs)
         self._whole.runner.forget()
         self._next = event.window
@@ -601,10 +712,12 @@ class Replayer:
         return batch
 
     def _load_whole(self, stage: Stage, number: int) -> None:
-        """Give all envs the actions of a window, and those of the next, which the last step needs."""
+        """Give all envs the actions of a window, and those of the next ones that its last step needs."""
         numbers = [number]
-        if number + 1 < len(self._windows):
-            numbers.append(number + 1)
+        # A step gives at most E rows; all but one of the last may be in later windows.
+        most = self._windows.ends[number] + self._num_envs - 1
+        while numbers[-1] + 1 < len(self._windows) and self._windows.ends[numbers[-1]] < most:
+            numbers.append(numbers[-1] + 1)
         counts = [self._windows.get(one).counts for one in numbers]
         envs = np.concatenate([np.repeat(np.arange(self._num_envs), count) for count in counts])
         order = torch.from_numpy(np.argsort(envs, kind="stable"))
@@ -689,16 +802,22 @@ class Replayer:
         for code, column in zip(self._layout.actions, self._actions(number), strict=True):
             columns[code.key] = column
 
-        # The next observation is that of the next row, but at the ends of runs.
-        rows = stored["final_rows"]
-        for key, last in stored["final"]:
-            following = columns[key].roll(-1, 0)
-            following[rows] = last
-            columns[next_key(key)] = following
-        for key in self._layout.counts:
-            columns[next_key(key)] = columns[key] + 1
+        try:
+            # The next observation is that of the next row, but at the ends of runs.
+            rows = stored["final_rows"]
+            for key, last in stored["final"]:
+                following = columns[key].roll(-1, 0)
+                following[rows] = last
+                columns[next_key(key)] = following
+            for key in self._layout.counts:
+                columns[next_key(key)] = columns[key] + 1
 
-        batch = nest(columns, window.rows)
+            batch = nest(columns, window.rows)
+            self._check(number, batch, range(self._num_envs))
+        except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
+            raise DamagedFileError(f"kept rows are damaged: {str(error)[:200]}") from None
+        except _Differs as found:
+            raise DamagedFileError(f"kept row {found.row:,} is not what was collected") from None
         return self._with_outputs(number, batch, None)
 
 
