@@ -18,8 +18,8 @@ from torch import Tensor
 
 from flatroll.datasets.replay_log.actions import ActionCode, as_tree
 from flatroll.datasets.replay_log.digests import Words, checksums, digest_batch
+from flatroll.datasets.replay_log.generators import restore
 from flatroll.datasets.replay_log.recipe import EnvMaker
-from flatroll.datasets.replay_log.saves import restore
 from flatroll.datasets.replay_log.windows import NEW, UNSEEDED, Event, Ints, Restart, Window, Windows
 from flatroll.disk.state_tree import DamagedState, from_text, pack, to_text, unpack
 from flatroll.disk.tensor_file import DTYPES, DamagedFileError
