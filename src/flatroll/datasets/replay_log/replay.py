@@ -380,11 +380,13 @@ class Replayer:
             return
 
         runs = runs_of(made)
-        if self._maker.recipe.alone and self._cost_of_runs(runs) < self._cost_whole(min(made), max(made) + 1):
-            for run in runs:
+        ranges = [self._range(run) for run in runs]
+        cheaper = self._cost_alone(ranges) < self._cost_whole(min(made), max(made) + 1)
+        if self._maker.recipe.alone and cheaper:
+            for run, rows in zip(runs, ranges, strict=True):
                 numbers = range(run.begin, run.stop)
                 try:
-                    parts = self._run_alone(run)
+                    parts = self._proven(*rows, numbers)
                 except _Differs:
                     break  # the env may depend on more than its generator: step all envs from the last seed
                 for number, part in zip(numbers, parts, strict=True):
@@ -398,26 +400,11 @@ class Replayer:
         except _Differs as found:
             raise ReplayMismatchError(self._explain(found.row, found.env), found.row) from None
 
-    def _cost_of_runs(self, runs: Sequence[Run]) -> int:
-        """Return how many rows are stepped if each env is stepped alone, in rows of a vector env."""
-        windows = self._windows
-        steps = 0
-        for run in runs:
-            begin = int(windows.env_begins(run.begin)[run.env])
-            end = int(windows.env_ends[run.stop - 1][run.env])
-            steps += end - self._start(run.env, begin)[0]
-        return _ALONE * steps
-
-    def _run_alone(self, run: Run) -> list[TensorDict]:
-        """Make the rows of one env alone in consecutive windows; raise `_Differs`."""
+    def _range(self, run: Run) -> tuple[int, int, int]:
+        """Return env, first row and end among the rows of the env."""
         begin = int(self._windows.env_begins(run.begin)[run.env])
         end = int(self._windows.env_ends[run.stop - 1][run.env])
-        numbers = range(run.begin, run.stop)
-        try:
-            return self.env_rows(run.env, begin, end, numbers)
-        except _Differs:
-            self._forget(run.env)
-            return self.env_rows(run.env, begin, end, numbers, seeded=True)
+        return run.env, begin, end
 
     def _cut(self, number: int, batch: TensorDict, first: int, end: int) -> TensorDict:
         """Return the rows of a window's batch that are in ``[first, end)``."""
@@ -428,7 +415,8 @@ class Replayer:
     def _made_rows(self, begin: int, stop: int, first: int, end: int) -> list[TensorDict]:
         """Make rows ``[first, end)`` of the windows ``begin ... stop - 1``."""
         wanted = {number: self._wanted(number, first, end) for number in range(begin, stop)}
-        if self._maker.recipe.alone and self._cost_alone(wanted) < self._cost_whole(begin, stop):
+        cheaper = self._cost_alone(self._ranges(wanted)) < self._cost_whole(begin, stop)
+        if self._maker.recipe.alone and cheaper:
             try:
                 return self._rows_alone(wanted, first, end)
             except _Differs:
@@ -451,9 +439,13 @@ class Replayer:
 
     # One env at a time.
 
-    def _cost_alone(self, wanted: Mapping[int, list[int]]) -> int:
-        """Return how many rows are stepped if each env is stepped alone, in rows of a vector env."""
-        return _ALONE * sum(end - self._start(env, begin)[0] for env, begin, end in self._ranges(wanted))
+    def _cost_alone(self, ranges: Sequence[tuple[int, int, int]]) -> int:
+        """Return how many rows are stepped if each env is stepped alone, in rows of a vector env.
+
+        Args:
+            ranges: env, first row and end among the rows of the env.
+        """
+        return _ALONE * sum(end - self._start(env, begin)[0] for env, begin, end in ranges)
 
     def _ranges(self, wanted: Mapping[int, list[int]]) -> list[tuple[int, int, int]]:
         """Return env, first row and end among the rows of the env, of all rows that are wanted."""
@@ -487,11 +479,7 @@ class Replayer:
         pieces: dict[int, list[Any]] = {number: [] for number in wanted}
         for env, begin, stop in sorted(self._ranges(wanted)):
             numbers = [number for number in wanted if env in wanted[number]]
-            try:
-                parts = self.env_rows(env, begin, stop, numbers)
-            except _Differs:
-                self._forget(env)
-                parts = self.env_rows(env, begin, stop, numbers, seeded=True)
+            parts = self._proven(env, begin, stop, numbers)
             for number, part in zip(numbers, parts, strict=True):
                 pieces[number].append(part)
 
@@ -508,11 +496,15 @@ class Replayer:
         """Make the rows of one env in a window; raise `_Differs` if they are not those that were collected."""
         begin = int(self._windows.env_begins(number)[env])
         end = int(self._windows.env_ends[number][env])
+        return self._proven(env, begin, end, [number])[0]
+
+    def _proven(self, env: int, begin: int, end: int, numbers: Sequence[int]) -> list[TensorDict]:
+        """Make rows of one env from a restart, or else from a seed; see `env_rows`."""
         try:
-            return self.env_rows(env, begin, end, [number])[0]
+            return self.env_rows(env, begin, end, numbers)
         except _Differs:
             self._forget(env)
-            return self.env_rows(env, begin, end, [number], seeded=True)[0]
+            return self.env_rows(env, begin, end, numbers, seeded=True)
 
     def env_rows(
         self, env: int, begin: int, end: int, numbers: Sequence[int], *, seeded: bool = False
