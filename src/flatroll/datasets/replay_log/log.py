@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from flatroll.datasets.replay_log.recipe import EnvMaker, Recipe, differing_versions, versions_here
-from flatroll.datasets.replay_log.recorder import read_description
+from flatroll.datasets.replay_log.recorder import read_description, unchanged_generators
 from flatroll.datasets.replay_log.replay import Layout, Replayer
 from flatroll.datasets.replay_log.windows import Windows
 from flatroll.disk.folder import Folder
@@ -124,7 +124,8 @@ class ReplayLog(Facts):
         if self._replayer is None:
             maker = EnvMaker(self._recipe, self._function) if self.kept < len(self) else None
             self._replayer = Replayer(self._windows, self._layout, maker, self._explain, self.num_envs)
-        return self._replayer.rows(first, end)
+        with unchanged_generators():
+            return self._replayer.rows(first, end)
 
     def check(self, rows_at_once: int = 65_536) -> None:
         """Make all rows again and compare their checksums; ReplayMismatchError if one differs.

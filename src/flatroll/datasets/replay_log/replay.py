@@ -352,7 +352,7 @@ class Replayer:
     def _wanted(self, number: int, first: int, end: int) -> list[int]:
         """Return the envs whose rows of a window are in ``[first, end)``."""
         begin = self._windows.begins(number)
-        ends = begin + np.cumsum(self._windows.get(number).counts)
+        ends = begin + np.cumsum(self._windows.counts(number))
         begins = np.concatenate([[begin], ends[:-1]])
         return np.flatnonzero((begins < end) & (ends > first) & (ends > begins)).tolist()
 
@@ -406,7 +406,7 @@ class Replayer:
         for number, parts in pieces.items():
             batch = parts[0] if len(parts) == 1 else torch.cat(parts)
             # Its first row is that of the first env that is wanted.
-            counts = self._windows.get(number).counts
+            counts = self._windows.counts(number)
             begin = self._windows.begins(number) + int(counts[: wanted[number][0]].sum())
             made.append(batch[max(first - begin, 0) : end - begin])
         return made
@@ -459,7 +459,7 @@ class Replayer:
 
         parts = []
         for number in numbers:
-            count = int(self._windows.get(number).counts[env])
+            count = int(self._windows.counts(number)[env])
             part: TensorDict = batch[:count]
             batch = batch[count:]
             self._check(number, part, [env])
@@ -501,7 +501,7 @@ class Replayer:
         parts: list[list[Tensor]] = []
         number = first
         while number < len(windows) and windows.env_begins(number)[env] < end:
-            counts = windows.get(number).counts
+            counts = windows.counts(number)
             at = int(counts[:env].sum())
             own = int(windows.env_begins(number)[env])
             low = at + max(begin - own, 0)
@@ -576,7 +576,8 @@ class Replayer:
         """Begin with a reset of all envs."""
         if self._whole is None or event.seed == NEW:
             self._drop_whole()
-            steps = -(-self._windows.get(event.window).rows // self._num_envs)
+            rows = int(self._windows.counts(event.window).sum())
+            steps = -(-rows // self._num_envs)
             self._whole = Stage(self._maker.whole(), steps, 0, self._num_envs)
         self._whole.runner.forget()
         self._next = event.window
@@ -596,7 +597,7 @@ class Replayer:
         window = runner.window
         self._load_whole(stage, number)
 
-        for event in [event for event in self._windows.events if event.window == number]:
+        for event in self._windows.events_in(number):
             before = int(event.local.sum())
             if window.count() > before:
                 runner.forget()  # rows that the collector dropped, too
@@ -605,7 +606,7 @@ class Replayer:
             stage.feed.used[:] = event.local
             stage.reset(event.seed if event.seed >= 0 else None, event.ids)
 
-        rows = self._windows.get(number).rows
+        rows = self._windows.ends[number] - self._windows.begins(number)
         stage.step_until(rows)
         mask, reached = window.first_cells(rows)
         batch = TensorDict({}, [0])
@@ -613,7 +614,7 @@ class Replayer:
             batch = runner.lay_out(mask, compact=False)[0]
         window.restart(reached)
 
-        stage.feed.used -= self._windows.get(number).counts
+        stage.feed.used -= self._windows.counts(number)
         self._next = number + 1
         return batch
 
@@ -624,7 +625,7 @@ class Replayer:
         most = self._windows.ends[number] + self._num_envs - 1
         while numbers[-1] + 1 < len(self._windows) and self._windows.ends[numbers[-1]] < most:
             numbers.append(numbers[-1] + 1)
-        counts = [self._windows.get(one).counts for one in numbers]
+        counts = [self._windows.counts(one) for one in numbers]
         envs = np.concatenate([np.repeat(np.arange(self._num_envs), count) for count in counts])
         order = torch.from_numpy(np.argsort(envs, kind="stable"))
 

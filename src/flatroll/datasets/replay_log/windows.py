@@ -1,8 +1,10 @@
 """The windows of a log: what is stored of each batch, and an index of them."""
 
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -162,6 +164,25 @@ class Windows:
         if window:
             return self.env_ends[window - 1]
         return np.zeros(self._num_envs, np.int64)
+
+    def counts(self, window: int) -> Ints:
+        """Return how many rows each env has in a window, int64 ``[E]``."""
+        return self.env_ends[window] - self.env_begins(window)
+
+    def events_in(self, window: int) -> list[Event]:
+        """Return the resets in a window."""
+        first = bisect_left(self.events, window, key=attrgetter("window"))
+        end = bisect_right(self.events, window, key=attrgetter("window"))
+        return self.events[first:end]
+
+    def events_of(self, env: int, start: int, end: int) -> list[Event]:
+        """Return the resets between rows ``start`` and ``end`` of an env: those that are after one and before the other."""
+
+        def row(event: Event) -> int:
+            return int(event.rows[env])
+
+        first = bisect_right(self.events, start, key=row)
+        return self.events[first : bisect_left(self.events, end, key=row)]
 
     def add(self, window: Window) -> None:
         """Enter the next window, which is not on disk."""
