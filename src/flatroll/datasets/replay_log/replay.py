@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from tensordict.nn import InteractionType
 from torch import Tensor
 
-from flatroll.datasets.replay_log.actions import ActionCode, as_tree
+from flatroll.datasets.replay_log.actions import MOST_NUMBERS, ActionCode, as_tree
 from flatroll.datasets.replay_log.digests import Words, checksums, digest_batch
 from flatroll.datasets.replay_log.generators import restore
 from flatroll.datasets.replay_log.recipe import EnvMaker
@@ -132,7 +132,8 @@ def _keys(values: Any) -> tuple[NestedKey, ...]:
 def _forms(values: Any) -> tuple[ColumnForm, ...]:
     forms = []
     for key, dtype, shape in values:
-        if dtype not in DTYPES.values() or not all(type(n) is int and 0 <= n < 2**32 for n in shape):
+        is_shape = all(type(n) is int and n >= 0 for n in shape)
+        if dtype not in DTYPES.values() or not is_shape or prod(shape) > MOST_NUMBERS:
             raise ValueError(f"{key!r} is {dtype} {shape}")
         forms.append(ColumnForm(_keys([key])[0], dtype, tuple(shape)))
     return tuple(forms)
@@ -376,10 +377,10 @@ class Replayer:
     def _start(self, env: int, row: int, *, seeded: bool = False) -> tuple[int, Restart | Event]:
         """Return where to begin so that an env reaches one of its rows: at a seed, or a restart unless ``seeded``."""
         best: tuple[int, Restart | Event] | None = None
-        for event in reversed(self._windows.events):
-            if event.seed >= 0 and event.rows[env] <= row:
-                best = int(event.rows[env]), event
-                break
+        seeds = self._windows.seeds
+        place = bisect_right(seeds, row, key=lambda event: int(event.rows[env]))
+        if place and seeds[place - 1].seed != NEW:
+            best = int(seeds[place - 1].rows[env]), seeds[place - 1]
         if not seeded:
             restarts = self._windows.restarts[env]
             place = bisect_right(restarts, row, key=lambda restart: restart.row)
@@ -526,8 +527,10 @@ class Replayer:
 
     def _event_before(self, number: int) -> Event | None:
         """Return the last reset from which all envs can be stepped to a window."""
-        for event in reversed(self._windows.events):
-            if event.window <= number and event.seed != UNSEEDED and not event.local.any():
+        seeds = self._windows.seeds
+        place = bisect_right(seeds, number, key=lambda event: event.window)
+        for event in reversed(seeds[:place]):
+            if not event.local.any():
                 return event
         return None
 

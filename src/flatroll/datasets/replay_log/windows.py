@@ -145,6 +145,8 @@ class Windows:
         self.env_ends: list[Ints] = []
         self.kept: list[bool] = []
         self.events: list[Event] = []
+        #: Those of them that have a seed, or were the first of a new env.
+        self.seeds: list[Event] = []
         self.restarts: list[list[Restart]] = [[] for _ in range(num_envs)]
 
     def __len__(self) -> int:
@@ -174,15 +176,6 @@ class Windows:
         first = bisect_left(self.events, window, key=attrgetter("window"))
         end = bisect_right(self.events, window, key=attrgetter("window"))
         return self.events[first:end]
-
-    def events_of(self, env: int, start: int, end: int) -> list[Event]:
-        """Return the resets between rows ``start`` and ``end`` of an env: those that are after one and before the other."""
-
-        def row(event: Event) -> int:
-            return int(event.rows[env])
-
-        first = bisect_right(self.events, start, key=row)
-        return self.events[first : bisect_left(self.events, end, key=row)]
 
     def add(self, window: Window) -> None:
         """Enter the next window, which is not on disk."""
@@ -227,7 +220,10 @@ class Windows:
 
         for event in events:
             local = event[1 : 1 + envs]
-            self.events.append(Event(number, int(event[0]), local, before + local, event[1 + envs :]))
+            found = Event(number, int(event[0]), local, before + local, event[1 + envs :])
+            self.events.append(found)
+            if found.seed != UNSEEDED:
+                self.seeds.append(found)
         for restart in restarts:
             env = int(restart[0])
             row = int(before[env] + restart[1])
