@@ -5,7 +5,7 @@ import os
 import secrets
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
@@ -408,15 +408,19 @@ class Folder:
 
             return range(self.head, self.end)
 
-    def read_rows(self, first: int | None = None, end: int | None = None) -> dict[str, Column]:
+    def read_rows(
+        self, first: int | None = None, end: int | None = None, names: Collection[str] | None = None
+    ) -> dict[str, Column]:
         """Read rows ``[first, end)`` into new memory, with checksums.
 
         Args:
             first: number of a row. Default: `head`.
             end: number of a row. Default: `end`.
+            names: read only these columns, and nothing else from disk. Default: all.
 
         Raises:
             IndexError: the folder does not have all of them.
+            KeyError: it does not have one of the columns.
             DamagedFileError: they are not those that were written; the message names the file.
         """
         if first is None:
@@ -426,7 +430,10 @@ class Folder:
 
         if not self.head <= first <= end <= self.end:
             raise IndexError(f"rows [{first}, {end}) requested, available are [{self.head}, {self.end})")
-        return read_range(self._segments, self._columns, first, end)
+        schema = self._columns
+        if names is not None:
+            schema = {name: schema[name] for name in names}
+        return read_range(self._segments, schema, first, end)
 
     def append(self, columns: Mapping[str, Column], first: int | None = None) -> None:
         """Publish rows ``[first, first + N)`` as one segment, atomically.

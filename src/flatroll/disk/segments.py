@@ -4,7 +4,7 @@ import errno
 import json
 import mmap
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -307,17 +307,23 @@ class Segment:
         """
         return _assemble(self.schema, self._maps[1])
 
-    def read(self, targets: Mapping[str, Tensor] | None = None) -> dict[str, Column]:
+    def read(
+        self, targets: Mapping[str, Tensor] | None = None, names: Collection[str] | None = None
+    ) -> dict[str, Column]:
         """Read all rows, with checksums, into new memory.
 
         Args:
             targets: name to a contiguous tensor ``[rows, ...]``, into which a column of its dtype and shape is read
                 instead; others are left alone.
+            names: read only these columns. Default: all.
 
         Raises:
             DamagedFileError: they are not those that were written.
         """
-        entries = self.header.entries
+        schema = {name: self.schema[name] for name in self.schema if names is None or name in names}
+        entries = {
+            name: entry for name, entry in self.header.entries.items() if name.removesuffix(LENGTHS) in schema
+        }
         targets = {
             name: target
             for name, target in (targets or {}).items()
@@ -334,13 +340,13 @@ class Segment:
             if "_maps" not in self.__dict__:
                 raise
             # A writer has removed the file meanwhile; the map still holds it.
-            tensors = {name: tensor.clone() for name, tensor in self._maps[1].items()}
+            tensors = {name: self._maps[1][name].clone() for name in entries}
             for name, tensor in tensors.items():
                 tensor_file.check_bytes(name, entries[name], tensor_file.as_bytes(tensor))
                 if name in targets:
                     targets[name].copy_(tensor)
 
-        return _assemble(self.schema, tensors)
+        return _assemble(schema, tensors)
 
     def share(self, folder: Path, name: RowsName, *, synced: bool) -> "Segment":
         """Link the file into another folder; copy it to another disk, or if it was removed since it was mapped.
@@ -420,7 +426,7 @@ def read_range(segments: Iterable[Segment], schema: Schema, first: int, end: int
         whole = segment.rows == high - low
         targets = {name: column[low - first : high - first] for name, column in plain.items()}
         read_into = targets if whole else {}
-        for name, column in segment.read(read_into).items():
+        for name, column in segment.read(read_into, schema).items():
             if isinstance(column, Ragged):
                 ends = column.lengths.cumsum(0)
                 at = int(ends[begin - 1]) if begin else 0

@@ -159,11 +159,11 @@ class Runner:
         #: What the policy carries to the next step besides, ``[E, ...]``: no columns, and reset by the policy.
         self.carried: Columns = {}
         self._hidden: Columns = {}  # their first values, of one env
-        # The masks in the policy's input: key -> number of options of each choice of its part of the action space.
-        self._masks: dict[NestedKey, tuple[int, ...]] = {}
+        #: The masks in the policy's input: key -> number of options of each choice of its part of the action space.
+        self.masks: dict[NestedKey, tuple[int, ...]] = {}
         if is_module(policy):
             self._module = _make_module(policy, facts, options)
-            self._masks = _find_masks(policy, facts)
+            self.masks = _find_masks(policy, facts)
             self._carry(self._module.defaults, self._module.carried)
         elif policy is not None:
             self._function = as_function_of_obs(policy, space, options.devices)
@@ -400,7 +400,7 @@ class Runner:
         chosen: dict[NestedKey, Array | None] = {}
         for name in keys.infos:
             value = self._infos.entry(info, name)
-            if name in self._masks:
+            if name in self.masks:
                 value = self._allow_where_silent(name, value)
             window.put_loose(name, value)
             chosen[name] = value
@@ -534,7 +534,7 @@ class Runner:
             if entry is not None:
                 columns[name] = to_torch(entry)
 
-        for key, counts in self._masks.items():
+        for key, counts in self.masks.items():
             if mask_form(counts, columns[key].shape[1:]) is not None:
                 columns[key] = self._allow_where_ended(columns[key])
                 check_options(ACTION_MASK, columns[key].flatten(1), each="env")
@@ -591,7 +591,7 @@ class Runner:
     def _allow_where_silent(self, key: NestedKey, mask: Array | None) -> Array:
         """Return a mask of info in which envs that reported none allow all actions."""
         if mask is None:
-            options = torch.ones(self.num_envs, sum(self._masks[key]), dtype=torch.bool, device=self.device)
+            options = torch.ones(self.num_envs, sum(self.masks[key]), dtype=torch.bool, device=self.device)
             if self._on_host:
                 return options.numpy()
             return options

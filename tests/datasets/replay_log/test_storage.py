@@ -283,6 +283,28 @@ def test_a_run_of_windows_is_begun_once(tmp_path: Path, stepped: Counter[str]) -
         assert stepped == {"alone": 1}
 
 
+class Careless(Scripted):
+    """Draws from the global generators when it is made."""
+
+    def __init__(self) -> None:
+        np.random.random()
+        torch.rand(1)
+
+
+def states() -> tuple[Any, Any]:
+    return np.random.get_state(legacy=False)["state"]["pos"], torch.get_rng_state().tolist()
+
+
+def test_samples_leave_the_global_generators_alone(tmp_path: Path) -> None:
+    make = many(Careless)
+    collect(tmp_path / "log", make)
+    with ReplayLog(tmp_path / "log", create_env_fn=make) as log:
+        buffer = ReplayBuffer(storage=ReplayLogStorage(log))
+        before = states()
+        assert len(buffer[torch.tensor([7, 300])]) == 2
+        assert states() == before
+
+
 def test_several_threads(tmp_path: Path) -> None:
     make = many(Scripted)
     batches = collect(tmp_path / "log", make)

@@ -16,7 +16,7 @@ from gymnasium.envs.registration import EnvSpec, WrapperSpec
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from flatroll.disk.state_tree import pack, unpack
-from flatroll.disk.tensor_file import DamagedFileError
+from flatroll.disk.tensor_file import DTYPES, DamagedFileError
 from flatroll.layout.keys import NestedKey
 from flatroll.rollouts.arguments import make_env
 from flatroll.rollouts.env_facts import EnvFacts, read_env
@@ -96,22 +96,63 @@ class Recipe:
         texts = (self.kind, self.framework, self.name)
         if not all(isinstance(text, str) for text in texts) or not isinstance(self.alone, bool):
             raise TypeError("kind, framework, name or alone")
+        if self.dtype is not None and not DTYPES[self.dtype].is_floating_point:
+            raise ValueError(f"dtype is {self.dtype!r}")
+        if self.max_frames is not None and (type(self.max_frames) is not int or self.max_frames < 1):
+            raise ValueError(f"max_frames is {self.max_frames!r}")
         if self.kind not in ("single", "sync", "async", "vector", "function"):
             raise ValueError(f"unknown kind {self.kind!r}")
         if type(self.num_envs) is not int or not 1 <= self.num_envs <= 2**24:
             raise ValueError(f"num_envs is {self.num_envs!r}")
         if self.framework not in ("numpy", "torch"):
             raise ValueError(f"unknown framework {self.framework!r}")
-        if self.mode is not None:
+        if self.mode is not None or self.kind in ("sync", "async"):
             AutoresetMode(self.mode)
         for name, arguments in self.markers:
             if name not in _MARKERS or not isinstance(arguments, dict):
                 raise ValueError(f"unknown marker {name!r}")
-        if len(self.envs) not in (0, 1, self.num_envs):
-            raise ValueError(f"{len(self.envs)} envs are described, expected 1 or {self.num_envs}")
+
+        most = self.num_envs if self.alone else 1
+        described = len(self.envs) in (1, most)
+        if self.kind == "function":
+            described = not self.envs
+        if not described or (self.kind == "single" and self.num_envs != 1):
+            raise ValueError(
+                f"{len(self.envs)} envs of kind {self.kind} are described, it has {self.num_envs}"
+            )
+        if self.alone and self.kind == "vector":
+            raise ValueError("a vector env whose envs can be made alone")
         for env in self.envs:
-            if not isinstance(env, dict) or not isinstance(env["id"], str):
-                raise TypeError("the description of an env")
+            _check_description(env, whole=self.kind == "vector")
+
+
+def _check_description(env: Any, *, whole: bool) -> None:
+    """Raise ValueError, KeyError or TypeError unless this describes an env, or a ``whole`` vector env."""
+    if not isinstance(env, dict) or not isinstance(env["id"], str):
+        raise TypeError("the description of an env")
+    _check_arguments(env["kwargs"])
+    if whole:
+        if chosen := {"id", "num_envs", "vectorization_mode", "vector_kwargs", "wrappers"} & set(
+            env["kwargs"]
+        ):
+            raise ValueError(f"the arguments of a vector env have {sorted(chosen)}")
+        return
+
+    steps = env["max_episode_steps"]
+    if steps is not None and (type(steps) is not int or not 1 <= steps < 2**63):
+        raise ValueError(f"max_episode_steps is {steps!r}")
+    if not isinstance(env["order_enforce"], bool) or env["disable_env_checker"] not in (None, False, True):
+        raise TypeError("order_enforce or disable_env_checker")
+    for name, entry_point, arguments in env["wrappers"]:
+        if not isinstance(name, str) or not isinstance(entry_point, str):
+            raise TypeError("the description of a wrapper")
+        _check_arguments(arguments)
+
+
+def _check_arguments(arguments: Any) -> None:
+    """Raise TypeError unless these are arguments by name."""
+    if not isinstance(arguments, dict) or not all(isinstance(name, str) for name in arguments):
+        raise TypeError("arguments that are no dict by name")
 
 
 #: The markers that a recipe can hold, with their arguments.
@@ -377,7 +418,7 @@ class EnvMaker:
         """Make the env with all its rows; the caller closes ``facts.env``."""
         recipe = self.recipe
         if self._function is not None:
-            dtype = None if recipe.dtype is None else getattr(torch, recipe.dtype)
+            dtype = None if recipe.dtype is None else DTYPES[recipe.dtype]
             with ExitStack() as undo:
                 env, _ = make_env(self._function, None, None, None, undo)
                 env = adapt_env(env)
@@ -439,12 +480,20 @@ class EnvMaker:
                 return parts.envs[0]
             self._closing.callback(adapted.close)
             self._made = parts
-        return self._made.make[env]()
+        made = self._made.make[env]()
+        self._check_none_of(_all_in(made))
+        return made
 
     def _check_new(self, env: Any) -> None:
         """Raise CannotRemakeError if the function has returned the env of the collector."""
         stream = find_stream(env)
-        if stream is not None and self._other_than is not None and stream.source.env is self._other_than:
+        if stream is not None:
+            self._check_none_of(_all_in(stream.source.env))
+
+    def _check_none_of(self, envs: list[Any]) -> None:
+        """Raise CannotRemakeError if one of these is, or is in, the env of the collector."""
+        others = {id(env) for env in _all_in(self._other_than)}
+        if any(id(env) in others for env in envs):
             raise CannotRemakeError("create_env_fn returned the same env twice: it must make a new one")
 
     def _described(self, env: int) -> dict[str, Any]:
@@ -454,7 +503,7 @@ class EnvMaker:
     def _wrap(self, env: Any) -> Any:
         """Put the adapter and the markers around an env."""
         recipe = self.recipe
-        dtype = None if recipe.dtype is None else getattr(torch, recipe.dtype)
+        dtype = None if recipe.dtype is None else DTYPES[recipe.dtype]
         stack: Any = adapt_env(env, framework=recipe.framework, dtype=dtype)
         for name, arguments in recipe.markers:
             stack = _MARKERS[name][0](stack, **arguments)
@@ -462,6 +511,16 @@ class EnvMaker:
 
     def _facts(self, env: Any) -> EnvFacts:
         return read_env(env, self.recipe.info_keys)
+
+
+def _all_in(env: Any) -> list[Any]:
+    """Return an env, the single envs in it, and what is in their wrappers; empty for None."""
+    if env is None:
+        return []
+    found = [env]
+    if isinstance(env, SyncVectorEnv):
+        found += env.envs
+    return found + [getattr(one, "unwrapped", one) for one in found]
 
 
 def _cast(env: Any, dtype: torch.dtype) -> Any:

@@ -1,17 +1,24 @@
 """The recorder: writes a log while a collector collects."""
 
+import random
 import secrets
 import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from os import PathLike
+from types import MethodType
 from typing import Any
 
 import numpy as np
+import torch
 from gymnasium.vector import AsyncVectorEnv
 from tensordict import TensorDict
 from torch import Tensor
 
 from flatroll.datasets.replay_log.actions import codes_of
 from flatroll.datasets.replay_log.digests import checksums
+from flatroll.datasets.replay_log.generators import generator_of, generator_words, single_envs
 from flatroll.datasets.replay_log.recipe import EnvMaker, Recipe, describe, differing_versions, versions_here
 from flatroll.datasets.replay_log.replay import (
     ColumnForm,
@@ -22,7 +29,6 @@ from flatroll.datasets.replay_log.replay import (
     pack_bytes,
     pack_kept,
 )
-from flatroll.datasets.replay_log.saves import generator_of, single_envs
 from flatroll.datasets.replay_log.windows import (
     NEW,
     RESTART,
@@ -30,7 +36,6 @@ from flatroll.datasets.replay_log.windows import (
     Ints,
     Window,
     Windows,
-    generator_words,
 )
 from flatroll.disk.folder import Folder
 from flatroll.disk.state_tree import pack, unpack
@@ -59,17 +64,23 @@ FORM = 1
 _GAP = 256
 #: Envs whose first rows are made again at once, to find an env that is not deterministic.
 _TRIED = 4
+#: Resets after lost rows whose first rows are made again at once: so many, and then the 16th, 64th, ...
+_ALWAYS = 4
+#: Envs that cannot be stepped alone are stepped from the last seed on: up to this window, to find out.
+_MOST_TOGETHER = 16
 
 
 class Recorder:
     """Records the resets and rows of a collector's runner.
 
-    The first window is made again at once, then, if envs can be made alone, the rows of one of them in windows 1, 4,
-    16 and so on. From the first row on that differs, rows are kept themselves.
+    The first window is made again at once, and so are those after the first resets that follow lost rows; then, if envs
+    can be made alone, the rows of one of them in windows 1, 4, 16 and so on. From the first window on in which a row
+    differs, rows are kept themselves.
     """
 
     def __init__(self, path: str | PathLike[str], logged: LoggedEnv, runner: Runner) -> None:
-        self._recipe = describe(logged)
+        with unchanged_generators():
+            self._recipe = describe(logged)
         self._logged = logged
         self._runner = runner
         self._num_envs = runner.num_envs
@@ -77,19 +88,20 @@ class Recorder:
         self._path = path
 
         self._layout: Layout | None = None
-        self._windows: Windows | None = None
-        self._replayer: Replayer | None = None
+        self._written = 0  # windows
+        self._lost = 0  # resets that do not continue what is in the log
+        self._begins_anew = False  # whether one of these is in the current window
         self._why: str | None = None  # why rows are kept
         self._used = runner.stream.moves.count > 0  # whether the env was stepped or reset before
 
         # Resets of the current window, and states of single envs that no row belongs to yet.
         self._events: list[tuple[int, Ints, Ints]] = []
-        self._taken: dict[int, tuple[list[int], int, bool]] = {}
+        self._taken: dict[int, tuple[list[int], int]] = {}
         self._since: Ints = np.full(self._num_envs, _GAP)  # rows since the last state of each env
         self._due = np.ones(self._num_envs, bool)
         self._resetting = False
-        self._singles = single_envs(logged.facts) if self._recipe.alone else []
-        self._asks = self._recipe.alone and not self._singles
+        self._taps: list[_Tap] = []
+        self._asks = False
 
         self._folder = Folder(path, write=True, sync=False)
         try:
@@ -97,7 +109,13 @@ class Recorder:
         except BaseException:
             self._folder.close()
             raise
-        self._tap()
+        if self._recipe.alone:
+            singles = single_envs(logged.facts)
+            # An env with slots cannot be tapped: it is stepped from seeds.
+            self._taps = [
+                _Tap(env, number, self) for number, env in enumerate(singles) if hasattr(env, "__dict__")
+            ]
+            self._asks = not singles
 
     def _resume(self) -> None:
         """Continue the log in the folder, if it has one of the same env."""
@@ -118,8 +136,14 @@ class Recorder:
             )
         self._folder.recover()
         self._layout = Layout.from_tree(tree["layout"])
-        self._windows = Windows(self._folder, self._num_envs, len(self._layout.actions))
-        self._windows.load()
+        if any(self._load_windows().kept):
+            self._keep("rows that are in the log were other when they were made again")
+
+    def _load_windows(self) -> Windows:
+        """Read the index of all windows: to keep it would take more memory with each."""
+        windows = Windows(self._folder, self._num_envs, len(self._layout_here().actions))
+        windows.load()
+        return windows
 
     def choose_seed(self, seed: int | None, *, continues: bool) -> int | None:
         """Return the seed of the next reset: one of its own if rows before it are not in the log."""
@@ -127,6 +151,9 @@ class Recorder:
         can_seed = self._runner.stream.capabilities.seedable
         if continues:
             return seed
+
+        self._lost += 1
+        self._begins_anew = True
         if not can_seed:
             if self._used and self._why is None:
                 self._keep("the env was used before, and takes no seed at a reset")
@@ -160,11 +187,9 @@ class Recorder:
 
     def note_rows(self, batch: TensorDict, final: TensorDict | None, mask: Array) -> None:
         """Write a batch."""
-        if self._layout is None or self._windows is None:
-            self._begin(batch)
+        if self._layout is None:
+            self._layout = self._begin(batch)
         layout = self._layout
-        windows = self._windows
-        assert layout is not None and windows is not None
 
         counts = np.asarray(mask).sum(axis=0, dtype=np.int64)
         digests = layout.digest(batch, final)
@@ -184,25 +209,22 @@ class Recorder:
             restarts=self._take_restarts(batch, np.asarray(mask), counts),
         )
         if self._why is None:
-            self._try(windows, window)
+            self._try(window)
         if self._why is not None:
             window.kept = pack_kept(layout, batch, final)
-        windows.append(window)
+        self._folder.append(window.to_columns())
+        self._written += 1
 
     def close(self) -> None:
         """Release the folder."""
-        for env in self._singles:
-            vars(env).pop("reset", None)
-        self._singles = []
-        if self._replayer is not None:
-            self._replayer.close()
-            self._replayer = None
+        for tap in self._taps:
+            tap.remove()
+        self._taps = []
         self._folder.close()
 
-    def _begin(self, batch: TensorDict) -> None:
+    def _begin(self, batch: TensorDict) -> Layout:
         """Describe the env and the batches, in the folder's first version."""
         layout = self._layout_of(batch)
-        self._layout = layout
         tree = {
             "kind": KIND,
             "form": FORM,
@@ -213,14 +235,15 @@ class Recorder:
         self._folder.publish(
             *pack(tree), extra={"kind": KIND, "env": self._recipe.name, "envs": self._num_envs}
         )
-        self._windows = Windows(self._folder, self._num_envs, len(layout.actions))
+        return layout
 
     def _layout_of(self, batch: TensorDict) -> Layout:
         """Return the layout of batches like this one."""
         keys = self._runner.keys
         columns = leaves(batch)
         actions = {key: columns[key] for key in keys.actions}
-        made = _made_by_env(keys, columns)
+        infos = [key for key in keys.infos if key not in self._runner.masks]
+        made = _made_by_env(keys, infos, columns)
         outputs = [key for key in columns if key not in made and key not in actions]
         obs = [key for key in keys.obs if key not in keys.deltas]
         implied: set[NestedKey] = {DONE}
@@ -255,25 +278,16 @@ class Recorder:
 
     # States of single envs.
 
-    def _tap(self) -> None:
-        """Let each single env in this process tell the state of its generator before a reset."""
-        for number, env in enumerate(self._singles):
-            self._tap_one(number, env)
-
-    def _tap_one(self, number: int, env: Any) -> None:
-        reset = env.reset
-        window = self._runner.window
-
-        def tapped(**kwargs: Any) -> Any:
-            if self._due[number] and not self._resetting:
-                words = generator_of(env)
-                if words is not None:
-                    # The first observation of the episode is seen one step later.
-                    self._taken[number] = words, window.before + window.steps + 1, True
-                    self._due[number] = False
-            return reset(**kwargs)
-
-        env.reset = tapped
+    def take_before_reset(self, number: int, env: Any) -> None:
+        """Take the state of a single env of this process, which is about to begin an episode."""
+        if not self._due[number] or self._resetting:
+            return
+        words = generator_of(env)
+        if words is not None:
+            # The first observation of the episode is seen one step later.
+            window = self._runner.window
+            self._taken[number] = words, window.before + window.steps + 1
+            self._due[number] = False
 
     def _take_restarts(self, batch: TensorDict, mask: Array, counts: Ints) -> Ints:
         """Return the states whose episodes begin in this window; note from which envs the next are taken."""
@@ -286,12 +300,12 @@ class Recorder:
             ids = batch.get(self._layout.traj).cpu().numpy()
             steps = np.nonzero(mask.T)[1] + window.before  # the vector step of each row
 
-            for env, (words, step, _) in list(self._taken.items()):
+            for env, (words, step) in list(self._taken.items()):
                 own = slice(begins[env], begins[env] + counts[env])
                 places = np.flatnonzero(firsts[own] & (steps[own] >= step))
                 if len(places):
                     row = int(places[0])
-                    found.append([env, row, int(ids[own][row]), *words, 0])
+                    found.append([env, row, int(ids[own][row]), *words])
                     self._since[env] = -row
                     del self._taken[env]
 
@@ -316,42 +330,39 @@ class Recorder:
                 continue
             words = generator_words(generators[env].bit_generator.state)
             if words is not None:
-                self._taken[env] = words, step, False
+                self._taken[env] = words, step
 
     # Is the env deterministic?
 
-    def _try(self, windows: Windows, window: Window) -> None:
+    def _try(self, window: Window) -> None:
         """Make some rows of a window again before it is written; keep rows from now on if they differ."""
-        number = len(windows)
+        written = self._written
+        anew = written == 0 or (self._begins_anew and (self._lost <= _ALWAYS or _is_power_of_4(self._lost)))
+        self._begins_anew = False
         alone = self._recipe.alone
-        # 1, 4, 16, ...: one bit, at an even place.
-        is_power = number & (number - 1) == 0 and number.bit_length() % 2 == 1
-        if number and not (alone and is_power):
+        if not anew and not (_is_power_of_4(written) and (alone or written <= _MOST_TOGETHER)):
             return
 
-        if self._replayer is None:
-            self._replayer = Replayer(windows, self._layout_here(), self._maker(), _no_text, self._num_envs)
-        replayer = self._replayer
-
+        windows = self._load_windows()
+        number = len(windows)
         windows.add(window)
+        replayer = Replayer(windows, self._layout_here(), self._maker(), _no_text, self._num_envs)
         try:
-            if not alone:
-                replayer.window(number)
-            else:
+            with unchanged_generators():
+                if not alone:
+                    replayer.window(number)
+                    return
+
                 envs = np.flatnonzero(window.counts)
                 chosen = envs[[number % len(envs)]]
-                if number == 0:
+                if anew:
                     chosen = envs[np.unique(np.linspace(0, len(envs) - 1, _TRIED).astype(int))]
                 for env in chosen.tolist():
                     replayer.env_in(number, env)
         except _Differs as found:
             self._keep(f"row {found.row:,}, of env {found.env}, was other when it was made again")
         finally:
-            windows.pop()
-
-        if self._why is not None or not alone:
             replayer.close()
-            self._replayer = None
 
     def _layout_here(self) -> Layout:
         assert self._layout is not None
@@ -376,12 +387,77 @@ def _no_text(row: int, env: int) -> str:
     return f"row {row} of env {env}"
 
 
-def _made_by_env(keys: ColumnKeys, columns: dict[NestedKey, Tensor]) -> set[NestedKey]:
-    """Return which columns the env and its markers make, not the policy."""
+class _Tap:
+    """Stands for the ``reset`` of a single env, and tells a recorder of each call, as long as there is one."""
+
+    def __init__(self, env: Any, number: int, recorder: Recorder) -> None:
+        self._env = env
+        self._number = number
+        self._recorder: Callable[[], Recorder | None] = weakref.ref(recorder)
+        left = vars(env).get("reset")
+        if isinstance(left, _Tap) and left._recorder() is None:
+            left.remove()
+        self._reset = env.reset
+        self._before = vars(env).get("reset")  # another attribute of this name
+        env.reset = self
+
+    def __call__(self, **arguments: Any) -> Any:
+        recorder = self._recorder()
+        if recorder is None:
+            self.remove()
+        else:
+            recorder.take_before_reset(self._number, self._env)
+        return self._reset(**arguments)
+
+    def remove(self) -> None:
+        """Give the env its own ``reset`` again, unless somebody has replaced this one."""
+        self._recorder = _nobody
+        if vars(self._env).get("reset") is not self:
+            return
+        if self._before is None:
+            del self._env.reset
+        else:
+            self._env.reset = self._before
+
+    def __reduce__(self) -> Any:
+        """A copy of the env, deep or pickled, has a ``reset`` of its own."""
+        return _bind, (type(self._env).reset, self._env)
+
+
+def _bind(function: Callable[..., Any], env: Any) -> Any:
+    return MethodType(function, env)
+
+
+def _nobody() -> None:
+    return None
+
+
+def _is_power_of_4(number: int) -> bool:
+    """Return whether a number is 1, 4, 16, ...: one bit, at an even place."""
+    return number > 0 and number & (number - 1) == 0 and number.bit_length() % 2 == 1
+
+
+@contextmanager
+def unchanged_generators() -> Iterator[None]:
+    """Restore the global generators of Python, NumPy and torch (CPU) afterwards: making envs may draw from them."""
+    python = random.getstate()
+    numpy = np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def _made_by_env(
+    keys: ColumnKeys, infos: list[NestedKey], columns: dict[NestedKey, Tensor]
+) -> set[NestedKey]:
+    """Return which columns the env and its markers make, not the policy; masks of info are opened by the runner."""
     made: set[NestedKey] = {REWARD, TERMINATED, TRUNCATED, DONE, *keys.obs, *keys.roots, *keys.nexts}
     made.update(keys.next_of[key] for key in keys.obs)
     made.update(next_key(key) for key in keys.counts)
-    for key in keys.infos:
+    for key in infos:
         made.update((key, next_key(key)))
     delta = as_tuple(DELTA)
     made.update(key for key in columns if as_tuple(key)[: len(delta)] == delta)

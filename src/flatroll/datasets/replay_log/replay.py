@@ -16,10 +16,10 @@ from tensordict import TensorDict
 from tensordict.nn import InteractionType
 from torch import Tensor
 
-from flatroll.datasets.replay_log.actions import ActionCode, as_tree
+from flatroll.datasets.replay_log.actions import MOST_NUMBERS, ActionCode, as_tree
 from flatroll.datasets.replay_log.digests import Words, checksums, digest_batch
+from flatroll.datasets.replay_log.generators import restore
 from flatroll.datasets.replay_log.recipe import EnvMaker
-from flatroll.datasets.replay_log.saves import restore
 from flatroll.datasets.replay_log.windows import NEW, UNSEEDED, Event, Ints, Restart, Window, Windows
 from flatroll.disk.state_tree import DamagedState, from_text, pack, to_text, unpack
 from flatroll.disk.tensor_file import DTYPES, DamagedFileError
@@ -132,7 +132,8 @@ def _keys(values: Any) -> tuple[NestedKey, ...]:
 def _forms(values: Any) -> tuple[ColumnForm, ...]:
     forms = []
     for key, dtype, shape in values:
-        if dtype not in DTYPES.values() or not all(type(n) is int and 0 <= n < 2**32 for n in shape):
+        is_shape = all(type(n) is int and n >= 0 for n in shape)
+        if dtype not in DTYPES.values() or not is_shape or prod(shape) > MOST_NUMBERS:
             raise ValueError(f"{key!r} is {dtype} {shape}")
         forms.append(ColumnForm(_keys([key])[0], dtype, tuple(shape)))
     return tuple(forms)
@@ -433,7 +434,7 @@ class Replayer:
     def _wanted(self, number: int, first: int, end: int) -> list[int]:
         """Return the envs whose rows of a window are in ``[first, end)``."""
         begin = self._windows.begins(number)
-        ends = begin + np.cumsum(self._windows.get(number).counts)
+        ends = begin + np.cumsum(self._windows.counts(number))
         begins = np.concatenate([[begin], ends[:-1]])
         return np.flatnonzero((begins < end) & (ends > first) & (ends > begins)).tolist()
 
@@ -461,10 +462,10 @@ class Replayer:
     def _start(self, env: int, row: int, *, seeded: bool = False) -> tuple[int, Restart | Event]:
         """Return where to begin so that an env reaches one of its rows: at a seed, or a restart unless ``seeded``."""
         best: tuple[int, Restart | Event] | None = None
-        for event in reversed(self._windows.events):
-            if event.seed >= 0 and event.rows[env] <= row:
-                best = int(event.rows[env]), event
-                break
+        seeds = self._windows.seeds
+        place = bisect_right(seeds, row, key=lambda event: int(event.rows[env]))
+        if place and seeds[place - 1].seed != NEW:
+            best = int(seeds[place - 1].rows[env]), seeds[place - 1]
         if not seeded:
             restarts = self._windows.restarts[env]
             place = bisect_right(restarts, row, key=lambda restart: restart.row)
@@ -487,7 +488,7 @@ class Replayer:
         for number, parts in pieces.items():
             batch = parts[0] if len(parts) == 1 else torch.cat(parts)
             # Its first row is that of the first env that is wanted.
-            counts = self._windows.get(number).counts
+            counts = self._windows.counts(number)
             begin = self._windows.begins(number) + int(counts[: wanted[number][0]].sum())
             made.append(batch[max(first - begin, 0) : end - begin])
         return made
@@ -544,7 +545,7 @@ class Replayer:
 
         parts = []
         for number in numbers:
-            count = int(self._windows.get(number).counts[env])
+            count = int(self._windows.counts(number)[env])
             part: TensorDict = batch[:count]
             batch = batch[count:]
             self._check(number, part, [env])
@@ -586,7 +587,7 @@ class Replayer:
         parts: list[list[Tensor]] = []
         number = first
         while number < len(windows) and windows.env_begins(number)[env] < end:
-            counts = windows.get(number).counts
+            counts = windows.counts(number)
             at = int(counts[:env].sum())
             own = int(windows.env_begins(number)[env])
             low = at + max(begin - own, 0)
@@ -611,8 +612,10 @@ class Replayer:
 
     def _event_before(self, number: int) -> Event | None:
         """Return the last reset from which all envs can be stepped to a window."""
-        for event in reversed(self._windows.events):
-            if event.window <= number and event.seed != UNSEEDED and not event.local.any():
+        seeds = self._windows.seeds
+        place = bisect_right(seeds, number, key=lambda event: event.window)
+        for event in reversed(seeds[:place]):
+            if not event.local.any():
                 return event
         return None
 
@@ -661,7 +664,8 @@ class Replayer:
         """Begin with a reset of all envs."""
         if self._whole is None or event.seed == NEW:
             self._drop_whole()
-            steps = -(-self._windows.get(event.window).rows // self._num_envs)
+            rows = int(self._windows.counts(event.window).sum())
+            steps = -(-rows // self._num_envs)
             self._whole = Stage(self._maker.whole(), steps, 0, self._num_envs)
         self._whole.runner.forget()
         self._next = event.window
@@ -681,7 +685,7 @@ class Replayer:
         window = runner.window
         self._load_whole(stage, number)
 
-        for event in [event for event in self._windows.events if event.window == number]:
+        for event in self._windows.events_in(number):
             before = int(event.local.sum())
             if window.count() > before:
                 runner.forget()  # rows that the collector dropped, too
@@ -690,7 +694,7 @@ class Replayer:
             stage.feed.used[:] = event.local
             stage.reset(event.seed if event.seed >= 0 else None, event.ids)
 
-        rows = self._windows.get(number).rows
+        rows = self._windows.ends[number] - self._windows.begins(number)
         stage.step_until(rows)
         mask, reached = window.first_cells(rows)
         batch = TensorDict({}, [0])
@@ -698,7 +702,7 @@ class Replayer:
             batch = runner.lay_out(mask, compact=False)[0]
         window.restart(reached)
 
-        stage.feed.used -= self._windows.get(number).counts
+        stage.feed.used -= self._windows.counts(number)
         self._next = number + 1
         return batch
 
@@ -709,7 +713,7 @@ class Replayer:
         most = self._windows.ends[number] + self._num_envs - 1
         while numbers[-1] + 1 < len(self._windows) and self._windows.ends[numbers[-1]] < most:
             numbers.append(numbers[-1] + 1)
-        counts = [self._windows.get(one).counts for one in numbers]
+        counts = [self._windows.counts(one) for one in numbers]
         envs = np.concatenate([np.repeat(np.arange(self._num_envs), count) for count in counts])
         order = torch.from_numpy(np.argsort(envs, kind="stable"))
 

@@ -1,9 +1,11 @@
 """The windows of a log: what is stored of each batch, and an index of them."""
 
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +23,14 @@ Ints = npt.NDArray[np.int64]
 #: Instead of the seed of a reset: the env was reset without one, or was new and had been seeded when it was made.
 UNSEEDED = -1
 NEW = -2
-#: Numbers of a restart: env, row of the env in the window, trajectory id, four words of the generator, one of its
-#: buffered half word, and the bytes of the env's own save.
-RESTART = 9
-_CACHED = 64  # windows whose rows stay in memory
+#: Numbers of a restart: env, row of the env in the window, trajectory id, four words of the generator and one of its
+#: buffered half word.
+RESTART = 8
+#: Windows that stay in memory, and their bytes if they are more than one.
+_CACHED = 64
+_CACHED_BYTES = 64 << 20
+#: The columns that the index is made of.
+_INDEX = ("counts", "events", "restarts", "is_kept")
 
 
 @dataclass
@@ -41,7 +47,6 @@ class Window:
         events: resets of all envs, int64 ``[k, 1 + 2 E]``: the seed, the rows of each env in this window before it,
             and the id of each env's trajectory after it.
         restarts: int64 ``[m, RESTART]``, states from which an episode can be begun.
-        saves: the envs' own saves of these, end to end.
     """
 
     counts: Ints
@@ -52,12 +57,16 @@ class Window:
     kept: bytes = b""
     events: Ints = field(default_factory=lambda: np.zeros((0, 1), np.int64))
     restarts: Ints = field(default_factory=lambda: np.zeros((0, RESTART), np.int64))
-    saves: bytes = b""
 
     @property
     def rows(self) -> int:
         """Number of rows."""
         return int(self.counts.sum())
+
+    @property
+    def bytes(self) -> int:
+        """Number of bytes of what is packed."""
+        return len(self.outputs) + len(self.kept) + sum(map(len, self.actions))
 
     def to_columns(self) -> dict[str, Column]:
         """Return it as one row of a folder."""
@@ -68,8 +77,9 @@ class Window:
             "digests": _ragged(torch.from_numpy(self.digests)),
             "events": _ragged(torch.from_numpy(self.events.reshape(-1, 1 + 2 * envs))),
             "restarts": _ragged(torch.from_numpy(self.restarts)),
+            "is_kept": torch.tensor([bool(self.kept)]),
         }
-        texts = {"outputs": self.outputs, "kept": self.kept, "saves": self.saves}
+        texts = {"outputs": self.outputs, "kept": self.kept}
         texts |= {f"action{i}": packed for i, packed in enumerate(self.actions)}
         for name, text in texts.items():
             columns[name] = Ragged(*join_bytes([text]))
@@ -105,14 +115,12 @@ class Restart(NamedTuple):
     Args:
         row: number of the episode's first row among the rows of the env.
         traj: id of the trajectory.
-        generator: state of the env's generator, a `numpy.random.PCG64`.
-        save: the env's own save; empty if it has none.
+        words: state of the env's generator, int64 ``[5]``, see `generator_words`.
     """
 
     row: int
     traj: int
-    generator: dict[str, object]
-    save: bytes
+    words: Ints
 
 
 class Windows:
@@ -129,12 +137,16 @@ class Windows:
         self._num_envs = num_envs
         self._parts = parts
         self._recent: OrderedDict[int, Window] = OrderedDict()
+        self._recent_bytes = 0
+        self._added: dict[int, Window] = {}
 
         #: Rows up to the end of each window; and rows of each env, int64 ``[E]``.
         self.ends: list[int] = []
         self.env_ends: list[Ints] = []
         self.kept: list[bool] = []
         self.events: list[Event] = []
+        #: Those of them that have a seed, or were the first of a new env.
+        self.seeds: list[Event] = []
         self.restarts: list[list[Restart]] = [[] for _ in range(num_envs)]
 
     def __len__(self) -> int:
@@ -155,160 +167,139 @@ class Windows:
             return self.env_ends[window - 1]
         return np.zeros(self._num_envs, np.int64)
 
+    def counts(self, window: int) -> Ints:
+        """Return how many rows each env has in a window, int64 ``[E]``."""
+        return self.env_ends[window] - self.env_begins(window)
+
+    def events_in(self, window: int) -> list[Event]:
+        """Return the resets in a window."""
+        first = bisect_left(self.events, window, key=attrgetter("window"))
+        end = bisect_right(self.events, window, key=attrgetter("window"))
+        return self.events[first:end]
+
     def add(self, window: Window) -> None:
-        """Enter the next window into the index."""
-        number = len(self)
-        before = self.env_begins(number)
-        first = self.rows
-        envs = self._num_envs
-
-        for event in window.events:
-            local = event[1 : 1 + envs]
-            self.events.append(Event(number, int(event[0]), local, before + local, event[1 + envs :]))
-
-        at = 0
-        for restart in window.restarts:
-            env = int(restart[0])
-            save = window.saves[at : at + int(restart[8])]
-            at += int(restart[8])
-            generator = _generator_state(restart[3:8])
-            self.restarts[env].append(
-                Restart(int(before[env] + restart[1]), int(restart[2]), generator, save)
-            )
-
-        self.ends.append(first + window.rows)
-        self.env_ends.append(before + window.counts)
-        self.kept.append(bool(window.kept))
-        self._remember(number, window)
-
-    def pop(self) -> None:
-        """Take the last window out of the index again."""
-        number = len(self) - 1
-        begins = self.env_begins(number)
-        self._recent.pop(number, None)
-        self.ends.pop()
-        self.env_ends.pop()
-        self.kept.pop()
-        while self.events and self.events[-1].window == number:
-            self.events.pop()
-        for restarts, begin in zip(self.restarts, begins.tolist(), strict=True):
-            while restarts and restarts[-1].row >= begin:
-                restarts.pop()
-
-    def append(self, window: Window) -> None:
-        """Write the next window."""
-        self._folder.append(window.to_columns())
-        self.add(window)
+        """Enter the next window, which is not on disk."""
+        self._added[len(self)] = window
+        self._enter(window.counts, window.events, window.restarts, kept=bool(window.kept))
 
     def load(self) -> None:
-        """Enter all windows of the folder."""
-        for first in range(len(self), self._folder.end, _CACHED):
-            end = min(first + _CACHED, self._folder.end)
-            columns = self._folder.read_rows(first, end)
-            for place in range(end - first):
-                self.add(self._parse(columns, place))
+        """Enter all windows of the folder; only the columns of the index are read."""
+        for segment in self._folder.segments:
+            first = max(len(self), segment.first)
+            if first >= segment.end:
+                continue
+            for row in self._read(first, segment.end, _INDEX):
+                counts = row["counts"].astype(np.int64)
+                events = row["events"]
+                restarts = row["restarts"]
+                _check_index(counts, events, restarts, self._num_envs)
+                self._enter(counts, events, restarts, kept=bool(row["is_kept"].any()))
 
     def get(self, number: int) -> Window:
         """Return a window."""
-        window = self._recent.get(number)
-        if window is None:
-            window = self._parse(self._folder.read_rows(number, number + 1), 0)
-            self._remember(number, window)
-        else:
+        if number in self._added:
+            return self._added[number]
+        if number in self._recent:
             self._recent.move_to_end(number)
-        return window
+            return self._recent[number]
+
+        # A file is read as a whole: take what follows out of it, too.
+        segment = next(one for one in self._folder.segments if number < one.end)
+        end = min(segment.end, len(self), number + _CACHED // 2)
+        for place, row in enumerate(self._read(number, end)):
+            self._remember(number + place, self._parse(row))
+            if place and self._recent_bytes > _CACHED_BYTES // 2:
+                break
+        return self._recent[number]
+
+    def _enter(self, counts: Ints, events: Ints, restarts: Ints, *, kept: bool) -> None:
+        """Enter the next window into the index."""
+        number = len(self)
+        before = self.env_begins(number)
+        envs = self._num_envs
+
+        for event in events:
+            local = event[1 : 1 + envs]
+            found = Event(number, int(event[0]), local, before + local, event[1 + envs :])
+            self.events.append(found)
+            if found.seed != UNSEEDED:
+                self.seeds.append(found)
+        for restart in restarts:
+            env = int(restart[0])
+            row = int(before[env] + restart[1])
+            self.restarts[env].append(Restart(row, int(restart[2]), restart[3:]))
+
+        self.ends.append(self.rows + int(counts.sum()))
+        self.env_ends.append(before + counts)
+        self.kept.append(kept)
 
     def _remember(self, number: int, window: Window) -> None:
+        """Keep a window in memory; forget those that were used longest ago."""
+        if (known := self._recent.pop(number, None)) is not None:
+            self._recent_bytes -= known.bytes
         self._recent[number] = window
-        if len(self._recent) > _CACHED:
-            self._recent.popitem(last=False)
+        self._recent_bytes += window.bytes
+        while len(self._recent) > 1 and (len(self._recent) > _CACHED or self._recent_bytes > _CACHED_BYTES):
+            self._recent_bytes -= self._recent.popitem(last=False)[1].bytes
 
-    def _parse(self, columns: Mapping[str, Column], place: int) -> Window:
-        """Return the window in a row of the folder; DamagedFileError if it is none."""
-        envs = self._num_envs
+    def _read(self, first: int, end: int, names: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+        """Read windows ``[first, end)``: the values of each column as arrays."""
         try:
-            counts = _row(columns["counts"], place).numpy().astype(np.int64)
+            columns = self._folder.read_rows(first, end, names)
+        except KeyError as error:
+            raise DamagedFileError(f"it is not the folder of a replay log: no {error}") from None
+
+        split: dict[str, Sequence[Tensor]] = {}
+        for name, column in columns.items():
+            if isinstance(column, Ragged):
+                ends = column.lengths.cumsum(0).tolist()
+                begins = [0, *ends[:-1]]
+                split[name] = [column.values[begin:end] for begin, end in zip(begins, ends, strict=True)]
+            else:
+                split[name] = column.unbind()
+        for place in range(end - first):
+            yield {name: values[place].numpy() for name, values in split.items()}
+
+    def _parse(self, row: Mapping[str, Any]) -> Window:
+        """Return the window in a row of the folder; DamagedFileError if it is none."""
+        try:
             window = Window(
-                counts=counts,
-                checksums=_row(columns["checksums"], place).numpy().view(np.uint64),
-                digests=_row(columns["digests"], place).numpy(),
-                actions=[_text(columns[f"action{i}"], place) for i in range(self._parts)],
-                outputs=_text(columns["outputs"], place),
-                kept=_text(columns["kept"], place),
-                events=_row(columns["events"], place).numpy(),
-                restarts=_row(columns["restarts"], place).numpy(),
-                saves=_text(columns["saves"], place),
+                counts=row["counts"].astype(np.int64),
+                checksums=row["checksums"].view(np.uint64),
+                digests=row["digests"],
+                actions=[row[f"action{i}"].tobytes() for i in range(self._parts)],
+                outputs=row["outputs"].tobytes(),
+                kept=row["kept"].tobytes(),
+                events=row["events"],
+                restarts=row["restarts"],
             )
-            _check(window, envs)
-        except (KeyError, TypeError, IndexError, RuntimeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise DamagedFileError(f"it is not the folder of a replay log: {str(error)[:200]}") from None
+
+        _check_index(window.counts, window.events, window.restarts, self._num_envs)
+        if window.checksums.shape != window.counts.shape:
+            raise DamagedFileError("a window of the log has checksums of another form")
+        if window.digests.shape != (window.rows,) or window.digests.dtype != np.uint8:
+            raise DamagedFileError("a window of the log has digests of another number of rows")
         return window
 
 
-def _row(column: Column, place: int) -> Tensor:
-    """Return the values of one row of a column."""
-    if not isinstance(column, Ragged):
-        return column[place]
-    end = int(column.lengths[: place + 1].sum())
-    return column.values[end - int(column.lengths[place]) : end]
-
-
-def _text(column: Column, place: int) -> bytes:
-    return _row(column, place).numpy().tobytes()
-
-
-def _check(window: Window, envs: int) -> None:
+def _check_index(counts: Ints, events: Ints, restarts: Ints, envs: int) -> None:
     """Raise DamagedFileError if the parts of a window do not fit together."""
-    counts = window.counts
     problem = None
-    if counts.shape != (envs,) or window.checksums.shape != (envs,):
-        problem = f"counts of {counts.shape} envs, expected {envs}"
-    elif counts.min() < 0 or window.digests.shape != (counts.sum(),) or window.digests.dtype != np.uint8:
-        problem = "its numbers of rows do not agree"
-    elif window.events.dtype != np.int64 or window.events.shape[1:] != (1 + 2 * envs,):
+    if counts.shape != (envs,) or counts.min() < 0 or not counts.any():
+        problem = f"counts of {counts.shape} envs, expected {envs} and some rows"
+    elif events.dtype != np.int64 or events.shape[1:] != (1 + 2 * envs,):
         problem = "events of another form"
-    elif window.restarts.dtype != np.int64 or window.restarts.shape[1:] != (RESTART,):
+    elif restarts.dtype != np.int64 or restarts.shape[1:] != (RESTART,):
         problem = "restarts of another form"
     else:
-        local = window.events[:, 1 : 1 + envs]
-        restarts = window.restarts
+        local = events[:, 1 : 1 + envs]
         if len(local) and (local.min() < 0 or (local > counts).any() or (np.diff(local, axis=0) < 0).any()):
             problem = "events outside of its rows"
         elif len(restarts) and (restarts[:, 0].min() < 0 or restarts[:, 0].max() >= envs):
             problem = "restarts of envs that it does not have"
         elif len(restarts) and ((restarts[:, 1] < 0) | (restarts[:, 1] >= counts[restarts[:, 0]])).any():
             problem = "restarts outside of its rows"
-        elif restarts[:, 8].min(initial=0) < 0 or restarts[:, 8].sum() != len(window.saves):
-            problem = "saves of another length"
     if problem is not None:
         raise DamagedFileError(f"a window of the log has {problem}")
-
-
-def generator_words(state: Mapping[str, object]) -> list[int] | None:
-    """Return the state of a `numpy.random.PCG64` as five signed words; None for another generator."""
-    if state.get("bit_generator") != "PCG64":
-        return None
-    inner: object = state["state"]
-    assert isinstance(inner, Mapping)
-    has_half = state["has_uint32"]
-    half = state["uinteger"]
-    assert isinstance(has_half, int) and isinstance(half, int)
-
-    numbers: Sequence[int] = [inner["state"], inner["inc"]]
-    words = []
-    for number in numbers:
-        words += [number >> 64, number & (2**64 - 1)]
-    # The half word has 32 bits; the flag is above it.
-    words.append((has_half << 32) | half)
-    return [word - 2**64 if word >= 2**63 else word for word in words]
-
-
-def _generator_state(words: Ints) -> dict[str, object]:
-    """Invert `generator_words`."""
-    high, low, inc_high, inc_low, half = (int(word) % 2**64 for word in words)
-    return {
-        "bit_generator": "PCG64",
-        "state": {"state": high << 64 | low, "inc": inc_high << 64 | inc_low},
-        "has_uint32": half >> 32 & 1,
-        "uinteger": half & 0xFFFFFFFF,
-    }
