@@ -261,7 +261,7 @@ def test_rows_in_memory_are_not_made_again(tmp_path: Path, stepped: Counter[str]
         kept[:]
         assert small._bytes <= 2000
         assert small._bytes == sum(
-            column.nbytes for piece in small._pieces.values() for column in piece.values(True, True)
+            piece[key].nbytes for piece in small._pieces.values() for key in piece.keys(True, True)
         )
         none = ReplayBuffer(storage=ReplayLogStorage(log, cache_bytes=0))
         assert_alike(none[index], first)

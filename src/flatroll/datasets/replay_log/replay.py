@@ -382,8 +382,7 @@ class Replayer:
 
         runs = runs_of(made)
         ranges = [self._range(run) for run in runs]
-        cheaper = self._cost_alone(ranges) < self._cost_whole(min(made), max(made) + 1)
-        if self._maker.recipe.alone and cheaper:
+        if self._alone_is_cheaper(ranges, min(made), max(made) + 1):
             for run, rows in zip(runs, ranges, strict=True):
                 numbers = range(run.begin, run.stop)
                 try:
@@ -416,8 +415,7 @@ class Replayer:
     def _made_rows(self, begin: int, stop: int, first: int, end: int) -> list[TensorDict]:
         """Make rows ``[first, end)`` of the windows ``begin ... stop - 1``."""
         wanted = {number: self._wanted(number, first, end) for number in range(begin, stop)}
-        cheaper = self._cost_alone(self._ranges(wanted)) < self._cost_whole(begin, stop)
-        if self._maker.recipe.alone and cheaper:
+        if self._alone_is_cheaper(self._ranges(wanted), begin, stop):
             try:
                 return self._rows_alone(wanted, first, end)
             except _Differs:
@@ -439,6 +437,12 @@ class Replayer:
         return np.flatnonzero((begins < end) & (ends > first) & (ends > begins)).tolist()
 
     # One env at a time.
+
+    def _alone_is_cheaper(self, ranges: Sequence[tuple[int, int, int]], begin: int, stop: int) -> bool:
+        """Return whether envs can be stepped alone, and that takes fewer steps than the windows as a whole."""
+        if not self._maker.recipe.alone:
+            return False
+        return self._cost_alone(ranges) < self._cost_whole(begin, stop)
 
     def _cost_alone(self, ranges: Sequence[tuple[int, int, int]]) -> int:
         """Return how many rows are stepped if each env is stepped alone, in rows of a vector env.
