@@ -261,7 +261,7 @@ def test_rows_in_memory_are_not_made_again(tmp_path: Path, stepped: Counter[str]
         kept[:]
         assert small._bytes <= 2000
         assert small._bytes == sum(
-            column.nbytes for piece in small._pieces.values() for column in piece.values(True, True)
+            piece[key].nbytes for piece in small._pieces.values() for key in piece.keys(True, True)
         )
         none = ReplayBuffer(storage=ReplayLogStorage(log, cache_bytes=0))
         assert_alike(none[index], first)
@@ -281,6 +281,28 @@ def test_a_run_of_windows_is_begun_once(tmp_path: Path, stepped: Counter[str]) -
         stepped.clear()
         assert torch.equal(buffer[at]["observation"], rows["observation"][at])
         assert stepped == {"alone": 1}
+
+
+class Careless(Scripted):
+    """Draws from the global generators when it is made."""
+
+    def __init__(self) -> None:
+        np.random.random()
+        torch.rand(1)
+
+
+def states() -> tuple[Any, Any]:
+    return np.random.get_state(legacy=False)["state"]["pos"], torch.get_rng_state().tolist()
+
+
+def test_samples_leave_the_global_generators_alone(tmp_path: Path) -> None:
+    make = many(Careless)
+    collect(tmp_path / "log", make)
+    with ReplayLog(tmp_path / "log", create_env_fn=make) as log:
+        buffer = ReplayBuffer(storage=ReplayLogStorage(log))
+        before = states()
+        assert len(buffer[torch.tensor([7, 300])]) == 2
+        assert states() == before
 
 
 def test_several_threads(tmp_path: Path) -> None:

@@ -18,6 +18,9 @@ from flatroll.layout.keys import ACTION, NestedKey
 from flatroll.layout.spaces import find_part, space_leaves
 
 _MOST_BITS = 16
+#: Numbers in a row of one column, and bytes of a part of the action in one window.
+MOST_NUMBERS = 2**24
+_MOST_BYTES = 2**32
 #: The first byte of compressed data.
 _PLAIN, _ZLIB, _ZSTD = 0, 1, 2
 #: Fewer bytes are not worth compressing.
@@ -105,6 +108,12 @@ class ActionCode:
                 f"{dtype_name(values.dtype)} {list(values.shape[1:])} now, which a log cannot hold"
             )
 
+        if values.nbytes > _MOST_BYTES:
+            raise ValueError(
+                f"the actions of {self.key!r} in one batch have {values.nbytes:,} bytes, a log holds {_MOST_BYTES:,}: "
+                "choose a smaller frames_per_batch"
+            )
+
         if not self.bits:
             raw = values.reshape(-1).view(torch.uint8).numpy() if values.numel() else np.zeros(0, np.uint8)
             return squeeze(raw.tobytes())
@@ -123,6 +132,8 @@ class ActionCode:
             size = -(-count * self.bits // 8)
         else:
             size = count * self.dtype.itemsize
+        if count * self.dtype.itemsize > _MOST_BYTES:
+            raise DamagedFileError(f"the actions claim {count:,} numbers")
 
         data = expand(packed, size)
         if len(data) != size:
@@ -153,7 +164,7 @@ class ActionCode:
             raise ValueError(f"{value!r} is no code of actions")
         if (
             any(n < 0 for n in shape)
-            or prod(shape) > 2**24
+            or prod(shape) > MOST_NUMBERS
             or not 0 <= bits <= _MOST_BITS
             or abs(low) > 2**40
         ):

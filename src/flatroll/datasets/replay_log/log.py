@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from flatroll.datasets.replay_log.recipe import EnvMaker, Recipe, differing_versions, versions_here
-from flatroll.datasets.replay_log.recorder import read_description
+from flatroll.datasets.replay_log.recorder import read_description, unchanged_generators
 from flatroll.datasets.replay_log.replay import Layout, Replayer
 from flatroll.datasets.replay_log.windows import Windows
 from flatroll.disk.folder import Folder
@@ -121,7 +121,8 @@ class ReplayLog(Facts):
         if first == end:
             return self._no_rows()
 
-        return self._make_replayer().rows(first, end)
+        with unchanged_generators():
+            return self._make_replayer().rows(first, end)
 
     def _make_replayer(self) -> Replayer:
         """Return what makes the rows; its envs are open until the log is closed."""

@@ -394,6 +394,9 @@ class _Tap:
         self._env = env
         self._number = number
         self._recorder: Callable[[], Recorder | None] = weakref.ref(recorder)
+        left = vars(env).get("reset")
+        if isinstance(left, _Tap) and left._recorder() is None:
+            left.remove()
         self._reset = env.reset
         self._before = vars(env).get("reset")  # another attribute of this name
         env.reset = self
@@ -418,7 +421,11 @@ class _Tap:
 
     def __reduce__(self) -> Any:
         """A copy of the env, deep or pickled, has a ``reset`` of its own."""
-        return MethodType, (type(self._env).reset, self._env)
+        return _bind, (type(self._env).reset, self._env)
+
+
+def _bind(function: Callable[..., Any], env: Any) -> Any:
+    return MethodType(function, env)
 
 
 def _nobody() -> None:

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from tensordict.nn import InteractionType
 from torch import Tensor
 
-from flatroll.datasets.replay_log.actions import ActionCode, as_tree
+from flatroll.datasets.replay_log.actions import MOST_NUMBERS, ActionCode, as_tree
 from flatroll.datasets.replay_log.digests import Words, checksums, digest_batch
 from flatroll.datasets.replay_log.generators import restore
 from flatroll.datasets.replay_log.recipe import EnvMaker
@@ -132,7 +132,8 @@ def _keys(values: Any) -> tuple[NestedKey, ...]:
 def _forms(values: Any) -> tuple[ColumnForm, ...]:
     forms = []
     for key, dtype, shape in values:
-        if dtype not in DTYPES.values() or not all(type(n) is int and 0 <= n < 2**32 for n in shape):
+        is_shape = all(type(n) is int and n >= 0 for n in shape)
+        if dtype not in DTYPES.values() or not is_shape or prod(shape) > MOST_NUMBERS:
             raise ValueError(f"{key!r} is {dtype} {shape}")
         forms.append(ColumnForm(_keys([key])[0], dtype, tuple(shape)))
     return tuple(forms)
@@ -381,11 +382,12 @@ class Replayer:
             return
 
         runs = runs_of(made)
-        if self._maker.recipe.alone and self._cost_of_runs(runs) < self._cost_whole(min(made), max(made) + 1):
-            for run in runs:
+        ranges = [self._range(run) for run in runs]
+        if self._alone_is_cheaper(ranges, min(made), max(made) + 1):
+            for run, rows in zip(runs, ranges, strict=True):
                 numbers = range(run.begin, run.stop)
                 try:
-                    parts = self._run_alone(run)
+                    parts = self._proven(*rows, numbers)
                 except _Differs:
                     break  # the env may depend on more than its generator: step all envs from the last seed
                 for number, part in zip(numbers, parts, strict=True):
@@ -399,26 +401,11 @@ class Replayer:
         except _Differs as found:
             raise ReplayMismatchError(self._explain(found.row, found.env), found.row) from None
 
-    def _cost_of_runs(self, runs: Sequence[Run]) -> int:
-        """Return how many rows are stepped if each env is stepped alone, in rows of a vector env."""
-        windows = self._windows
-        steps = 0
-        for run in runs:
-            begin = int(windows.env_begins(run.begin)[run.env])
-            end = int(windows.env_ends[run.stop - 1][run.env])
-            steps += end - self._start(run.env, begin)[0]
-        return _ALONE * steps
-
-    def _run_alone(self, run: Run) -> list[TensorDict]:
-        """Make the rows of one env alone in consecutive windows; raise `_Differs`."""
+    def _range(self, run: Run) -> tuple[int, int, int]:
+        """Return env, first row and end among the rows of the env."""
         begin = int(self._windows.env_begins(run.begin)[run.env])
         end = int(self._windows.env_ends[run.stop - 1][run.env])
-        numbers = range(run.begin, run.stop)
-        try:
-            return self.env_rows(run.env, begin, end, numbers)
-        except _Differs:
-            self._forget(run.env)
-            return self.env_rows(run.env, begin, end, numbers, seeded=True)
+        return run.env, begin, end
 
     def _cut(self, number: int, batch: TensorDict, first: int, end: int) -> TensorDict:
         """Return the rows of a window's batch that are in ``[first, end)``."""
@@ -429,7 +416,7 @@ class Replayer:
     def _made_rows(self, begin: int, stop: int, first: int, end: int) -> list[TensorDict]:
         """Make rows ``[first, end)`` of the windows ``begin ... stop - 1``."""
         wanted = {number: self._wanted(number, first, end) for number in range(begin, stop)}
-        if self._maker.recipe.alone and self._cost_alone(wanted) < self._cost_whole(begin, stop):
+        if self._alone_is_cheaper(self._ranges(wanted), begin, stop):
             try:
                 return self._rows_alone(wanted, first, end)
             except _Differs:
@@ -446,15 +433,25 @@ class Replayer:
     def _wanted(self, number: int, first: int, end: int) -> list[int]:
         """Return the envs whose rows of a window are in ``[first, end)``."""
         begin = self._windows.begins(number)
-        ends = begin + np.cumsum(self._windows.get(number).counts)
+        ends = begin + np.cumsum(self._windows.counts(number))
         begins = np.concatenate([[begin], ends[:-1]])
         return np.flatnonzero((begins < end) & (ends > first) & (ends > begins)).tolist()
 
     # One env at a time.
 
-    def _cost_alone(self, wanted: Mapping[int, list[int]]) -> int:
-        """Return how many rows are stepped if each env is stepped alone, in rows of a vector env."""
-        return _ALONE * sum(end - self._start(env, begin)[0] for env, begin, end in self._ranges(wanted))
+    def _alone_is_cheaper(self, ranges: Sequence[tuple[int, int, int]], begin: int, stop: int) -> bool:
+        """Return whether envs can be stepped alone, and that takes fewer steps than the windows as a whole."""
+        if not self._maker.recipe.alone:
+            return False
+        return self._cost_alone(ranges) < self._cost_whole(begin, stop)
+
+    def _cost_alone(self, ranges: Sequence[tuple[int, int, int]]) -> int:
+        """Return how many rows are stepped if each env is stepped alone, in rows of a vector env.
+
+        Args:
+            ranges: env, first row and end among the rows of the env.
+        """
+        return _ALONE * sum(end - self._start(env, begin)[0] for env, begin, end in ranges)
 
     def _ranges(self, wanted: Mapping[int, list[int]]) -> list[tuple[int, int, int]]:
         """Return env, first row and end among the rows of the env, of all rows that are wanted."""
@@ -470,10 +467,10 @@ class Replayer:
     def _start(self, env: int, row: int, *, seeded: bool = False) -> tuple[int, Restart | Event]:
         """Return where to begin so that an env reaches one of its rows: at a seed, or a restart unless ``seeded``."""
         best: tuple[int, Restart | Event] | None = None
-        for event in reversed(self._windows.events):
-            if event.seed >= 0 and event.rows[env] <= row:
-                best = int(event.rows[env]), event
-                break
+        seeds = self._windows.seeds
+        place = bisect_right(seeds, row, key=lambda event: int(event.rows[env]))
+        if place and seeds[place - 1].seed != NEW:
+            best = int(seeds[place - 1].rows[env]), seeds[place - 1]
         if not seeded:
             restarts = self._windows.restarts[env]
             place = bisect_right(restarts, row, key=lambda restart: restart.row)
@@ -488,11 +485,7 @@ class Replayer:
         pieces: dict[int, list[Any]] = {number: [] for number in wanted}
         for env, begin, stop in sorted(self._ranges(wanted)):
             numbers = [number for number in wanted if env in wanted[number]]
-            try:
-                parts = self.env_rows(env, begin, stop, numbers)
-            except _Differs:
-                self._forget(env)
-                parts = self.env_rows(env, begin, stop, numbers, seeded=True)
+            parts = self._proven(env, begin, stop, numbers)
             for number, part in zip(numbers, parts, strict=True):
                 pieces[number].append(part)
 
@@ -500,7 +493,7 @@ class Replayer:
         for number, parts in pieces.items():
             batch = parts[0] if len(parts) == 1 else torch.cat(parts)
             # Its first row is that of the first env that is wanted.
-            counts = self._windows.get(number).counts
+            counts = self._windows.counts(number)
             begin = self._windows.begins(number) + int(counts[: wanted[number][0]].sum())
             made.append(batch[max(first - begin, 0) : end - begin])
         return made
@@ -509,11 +502,15 @@ class Replayer:
         """Make the rows of one env in a window; raise `_Differs` if they are not those that were collected."""
         begin = int(self._windows.env_begins(number)[env])
         end = int(self._windows.env_ends[number][env])
+        return self._proven(env, begin, end, [number])[0]
+
+    def _proven(self, env: int, begin: int, end: int, numbers: Sequence[int]) -> list[TensorDict]:
+        """Make rows of one env from a restart, or else from a seed; see `env_rows`."""
         try:
-            return self.env_rows(env, begin, end, [number])[0]
+            return self.env_rows(env, begin, end, numbers)
         except _Differs:
             self._forget(env)
-            return self.env_rows(env, begin, end, [number], seeded=True)[0]
+            return self.env_rows(env, begin, end, numbers, seeded=True)
 
     def env_rows(
         self, env: int, begin: int, end: int, numbers: Sequence[int], *, seeded: bool = False
@@ -553,7 +550,7 @@ class Replayer:
 
         parts = []
         for number in numbers:
-            count = int(self._windows.get(number).counts[env])
+            count = int(self._windows.counts(number)[env])
             part: TensorDict = batch[:count]
             batch = batch[count:]
             self._check(number, part, [env])
@@ -595,7 +592,7 @@ class Replayer:
         parts: list[list[Tensor]] = []
         number = first
         while number < len(windows) and windows.env_begins(number)[env] < end:
-            counts = windows.get(number).counts
+            counts = windows.counts(number)
             at = int(counts[:env].sum())
             own = int(windows.env_begins(number)[env])
             low = at + max(begin - own, 0)
@@ -620,8 +617,10 @@ class Replayer:
 
     def _event_before(self, number: int) -> Event | None:
         """Return the last reset from which all envs can be stepped to a window."""
-        for event in reversed(self._windows.events):
-            if event.window <= number and event.seed != UNSEEDED and not event.local.any():
+        seeds = self._windows.seeds
+        place = bisect_right(seeds, number, key=lambda event: event.window)
+        for event in reversed(seeds[:place]):
+            if not event.local.any():
                 return event
         return None
 
@@ -670,7 +669,8 @@ class Replayer:
         """Begin with a reset of all envs."""
         if self._whole is None or event.seed == NEW:
             self._drop_whole()
-            steps = -(-self._windows.get(event.window).rows // self._num_envs)
+            rows = int(self._windows.counts(event.window).sum())
+            steps = -(-rows // self._num_envs)
             self._whole = Stage(self._maker.whole(), steps, 0, self._num_envs)
         self._whole.runner.forget()
         self._next = event.window
@@ -690,7 +690,7 @@ class Replayer:
         window = runner.window
         self._load_whole(stage, number)
 
-        for event in [event for event in self._windows.events if event.window == number]:
+        for event in self._windows.events_in(number):
             before = int(event.local.sum())
             if window.count() > before:
                 runner.forget()  # rows that the collector dropped, too
@@ -699,7 +699,7 @@ class Replayer:
             stage.feed.used[:] = event.local
             stage.reset(event.seed if event.seed >= 0 else None, event.ids)
 
-        rows = self._windows.get(number).rows
+        rows = self._windows.ends[number] - self._windows.begins(number)
         stage.step_until(rows)
         mask, reached = window.first_cells(rows)
         batch = TensorDict({}, [0])
@@ -707,7 +707,7 @@ class Replayer:
             batch = runner.lay_out(mask, compact=False)[0]
         window.restart(reached)
 
-        stage.feed.used -= self._windows.get(number).counts
+        stage.feed.used -= self._windows.counts(number)
         self._next = number + 1
         return batch
 
@@ -718,7 +718,7 @@ class Replayer:
         most = self._windows.ends[number] + self._num_envs - 1
         while numbers[-1] + 1 < len(self._windows) and self._windows.ends[numbers[-1]] < most:
             numbers.append(numbers[-1] + 1)
-        counts = [self._windows.get(one).counts for one in numbers]
+        counts = [self._windows.counts(one) for one in numbers]
         envs = np.concatenate([np.repeat(np.arange(self._num_envs), count) for count in counts])
         order = torch.from_numpy(np.argsort(envs, kind="stable"))
 

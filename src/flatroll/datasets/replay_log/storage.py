@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
@@ -22,6 +23,7 @@ from flatroll.buffers.storages.column_storage import ColumnStorage
 from flatroll.buffers.storages.item_kinds import TensorDicts
 from flatroll.buffers.storages.records import Links, Rows
 from flatroll.datasets.replay_log.log import ReplayLog
+from flatroll.datasets.replay_log.recorder import unchanged_generators
 from flatroll.layout.checks import check_type, check_whole_number
 from flatroll.layout.keys import NestedKey
 from flatroll.layout.tensordict_seam import get_entry, leaves
@@ -131,12 +133,13 @@ class ReplayLogStorage(ColumnStorage):
 
         if not missing:
             return
-        for number, env, piece in self._log._make_replayer().pieces(missing):
-            self._keep((number, env), piece)
-            at = places[number]
-            begin, end = self._span(number, env)
-            inside = at[(rows[at] >= begin) & (rows[at] < end)]
-            self._copy_from((number, env), piece, rows, inside, columns)
+        with _generators_kept():
+            for number, env, piece in self._log._make_replayer().pieces(missing):
+                self._keep((number, env), piece)
+                at = places[number]
+                begin, end = self._span(number, env)
+                inside = at[(rows[at] >= begin) & (rows[at] < end)]
+                self._copy_from((number, env), piece, rows, inside, columns)
 
     def _env_ends(self, number: int) -> Array:
         """Return the number of rows in a window up to the end of each env, int64 ``[E]``."""
@@ -351,6 +354,16 @@ class _LogColumn(Column):
     @override
     def nbytes(self) -> int:
         return 0
+
+
+def _generators_kept() -> AbstractContextManager[None]:
+    """Return a context that restores the global random generators, in the main thread.
+
+    Another thread would take back what the main thread draws meanwhile.
+    """
+    if threading.current_thread() is threading.main_thread():
+        return unchanged_generators()
+    return nullcontext()
 
 
 def _bytes_of(piece: TensorDict) -> int:

@@ -1,8 +1,10 @@
 """The windows of a log: what is stored of each batch, and an index of them."""
 
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -143,6 +145,8 @@ class Windows:
         self.env_ends: list[Ints] = []
         self.kept: list[bool] = []
         self.events: list[Event] = []
+        #: Those of them that have a seed, or were the first of a new env.
+        self.seeds: list[Event] = []
         self.restarts: list[list[Restart]] = [[] for _ in range(num_envs)]
 
     def __len__(self) -> int:
@@ -162,6 +166,16 @@ class Windows:
         if window:
             return self.env_ends[window - 1]
         return np.zeros(self._num_envs, np.int64)
+
+    def counts(self, window: int) -> Ints:
+        """Return how many rows each env has in a window, int64 ``[E]``."""
+        return self.env_ends[window] - self.env_begins(window)
+
+    def events_in(self, window: int) -> list[Event]:
+        """Return the resets in a window."""
+        first = bisect_left(self.events, window, key=attrgetter("window"))
+        end = bisect_right(self.events, window, key=attrgetter("window"))
+        return self.events[first:end]
 
     def add(self, window: Window) -> None:
         """Enter the next window, which is not on disk."""
@@ -206,7 +220,10 @@ class Windows:
 
         for event in events:
             local = event[1 : 1 + envs]
-            self.events.append(Event(number, int(event[0]), local, before + local, event[1 + envs :]))
+            found = Event(number, int(event[0]), local, before + local, event[1 + envs :])
+            self.events.append(found)
+            if found.seed != UNSEEDED:
+                self.seeds.append(found)
         for restart in restarts:
             env = int(restart[0])
             row = int(before[env] + restart[1])
