@@ -323,9 +323,9 @@ class Replayer:
                 parts += self._made_rows(number, stop, first, end)
             number = stop
 
-        if len(parts) == 1:
-            return parts[0].clone()  # it may be part of what is remembered here
-        return torch.cat(parts)
+        # One part may be part of what is remembered here: the caller gets its own.
+        rows: Any = parts[0].clone() if len(parts) == 1 else torch.cat(parts)
+        return rows
 
     def _cut(self, number: int, batch: TensorDict, first: int, end: int) -> TensorDict:
         """Return the rows of a window's batch that are in ``[first, end)``."""
