@@ -12,6 +12,7 @@ import torch
 from disk_recorder import check_rows, rows
 
 from flatroll.disk import DamagedFileError, Folder
+from flatroll.disk.segments import Column, Ragged
 
 
 def test_a_reader_keeps_what_it_has_mapped(tmp_path: Path) -> None:
@@ -137,3 +138,30 @@ def test_a_forked_process_does_not_keep_the_lock_nor_give_it_back(tmp_path: Path
     with pytest.raises(BlockingIOError, match="another writer has"):
         Folder(tmp_path, write=True)
     folder.close()
+
+
+def test_some_columns_are_read_without_the_others(tmp_path: Path) -> None:
+    """A damaged column is found by those who read it, and only by them."""
+    columns: dict[str, Column] = {
+        "x": torch.arange(4.0),
+        "text": Ragged(torch.arange(6), torch.tensor([1, 0, 3, 2])),
+        "wide": torch.full((4, 64), 7, dtype=torch.uint8),
+    }
+    with Folder(tmp_path, write=True) as folder:
+        folder.append(columns)
+        folder.publish("now")
+
+    (file,) = tmp_path.glob("*.rows")
+    damaged = file.read_bytes().replace(bytes([7] * 64), bytes([7] * 63 + [8]))
+    file.write_bytes(damaged)
+    reader = Folder(tmp_path)
+    reader.load()
+    for first, end in [(0, 4), (1, 3)]:
+        found = reader.read_rows(first, end, ["text", "x"])
+        assert list(found) == ["text", "x"]
+        assert torch.equal(found["x"], torch.arange(4.0)[first:end])  # type: ignore[arg-type]
+        assert found["text"].lengths.tolist() == [1, 0, 3, 2][first:end]  # type: ignore[union-attr]
+    with pytest.raises(DamagedFileError, match="wide"):
+        reader.read_rows()
+    with pytest.raises(KeyError, match="other"):
+        reader.read_rows(0, 4, ["other"])

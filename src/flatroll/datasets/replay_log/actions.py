@@ -7,7 +7,6 @@ from math import prod
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from gymnasium import spaces
 from torch import Tensor
@@ -211,9 +210,6 @@ def as_tree(space: spaces.Space[Any], leaves: Iterator[Any]) -> Any:
     if isinstance(space, spaces.Tuple):
         return tuple(as_tree(child, leaves) for child in space.spaces)
     return next(leaves)
-
-
-Bytes = npt.NDArray[np.uint8]
 
 
 def join_bytes(parts: Sequence[bytes]) -> tuple[Tensor, Tensor]:

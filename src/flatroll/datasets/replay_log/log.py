@@ -25,7 +25,8 @@ class ReplayLog(Facts):
     the env again and compares the checksums, so the rows are equal bit by bit to those that were collected, or an error
     names the first one that differs. Rows of an env that is not deterministic are kept themselves.
 
-    A process killed while it writes loses the batch that it collects; all earlier ones are there.
+    A process killed while it writes loses the batch that it collects; all earlier ones are there. Opening a log reads
+    an index of its batches (rows of each env, resets, states of generators) and no rows.
 
     Args:
         path: the folder.
