@@ -446,6 +446,7 @@ class ReplayBuffer(SavesToFolders, Facts):
 
         with self.write_lock:
             with self.lock:
+                self.storage.check_removable()
                 self._count_by(self._empty_ring())
                 self.sampler.emptied()
             if self._prefetcher is not None:
@@ -1124,10 +1125,10 @@ class ReplayBuffer(SavesToFolders, Facts):
         return self.writer.ring(capacity, self.index is not None, -(-ring.written // capacity) * capacity)
 
     def _count_by(self, ring: Ring) -> None:
-        """Use ``ring`` to count the rows, in other processes too; a storage that refuses it changes nothing."""
+        """Use ``ring`` to count the rows, in other processes too."""
+        self.ring = ring
         if self.started:
             self.storage.use_ring(ring, self._unshareable_part(ring))
-        self.ring = ring
 
     def _needs_index(self) -> str | None:
         """Return the name of the part that needs a trajectory index (for errors), or None."""

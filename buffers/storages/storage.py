@@ -246,6 +246,9 @@ class Storage(Facts, ABC):
         """Return a lock that admits one writer at a time, across processes if other processes can write."""
         return threading.Lock()
 
+    def check_removable(self) -> None:
+        """Raise RuntimeError if the storage is for reading only, so that its rows cannot be removed."""
+
     def use_ring(self, ring: Ring, alone: str | None, first: bool = False) -> None:
         """Set the ``ring`` that counts the rows; its counters are shared if other processes share the rows.
 

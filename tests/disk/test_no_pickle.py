@@ -32,6 +32,7 @@ OTHERS = {
     ("datasets/preprocess.py", "pickle"),  # an error's name
     ("datasets/formats/episodes.py", "pickle"),  # an error's name
     ("datasets/formats/d4rl.py", "import_module"),
+    ("datasets/replay_log/recipe.py", "import_module"),  # of the packages and wrappers that it lists
     ("layout/checks.py", "import_module"),
 }
 

@@ -30,7 +30,6 @@ from flatroll.estimators import (
     SACLoss,
     SoftUpdate,
     critic_ensemble,
-    reward_scale,
     target_copy,
     update_step,
 )
@@ -130,7 +129,7 @@ def _(d: str) -> Any:
     done = torch.zeros(4, 3, dtype=torch.bool, device=d)
     batch = TensorDict({"next": {"reward": rewards, "done": done}, "collector": {"traj_ids": ids}}, [4, 3])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reward_scale, "_PLACES", 2)
+        patch.setattr("flatroll.modules.reward_scale._PLACES", 2)
         scale = RewardScale(gamma=0.5).to(d)
         scale.update(batch)
         scale.update(batch)

@@ -39,6 +39,7 @@ WITHOUT = {
     ("docs/cleanrl.md", "advantage[step] = trace"): "plain torch, for comparison",
     ("docs/deploy.md", "rows = rollout("): "compared with what the file does with them, two blocks later",
     ("docs/deploy.md", "class Policy:"): "reads no rows; test_deploy.py runs it in a process of its own",
+    ("docs/environments/ale.md", "ale_py"): "run by tests/simulators/test_ale_vector.py",
     ("docs/environments/rules.md", "Forgetful"): "refused",
     ("docs/howto/film_and_log.md", "Image.fromarray"): "Pillow's, not run",
     (

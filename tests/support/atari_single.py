@@ -1,10 +1,9 @@
 """One game of ale-py, preprocessed as its vector env does, frame by frame in NumPy."""
 
+import importlib
 from typing import Any
 
-import ale_py  # pyright: ignore[reportMissingImports]
 import numpy as np
-from ale_py import roms  # pyright: ignore[reportMissingImports]
 from numpy.typing import NDArray
 
 SCREEN = (210, 160)  # of Breakout; a vector env with this size does not scale
@@ -23,20 +22,22 @@ class SingleAtari:
     def __init__(
         self, game: str, *, sticky: float = 0.0, most_frames: int = 108_000, lives_end: bool = False
     ) -> None:
+        ale_py: Any = importlib.import_module("ale_py")
+        self._rom = importlib.import_module("ale_py.roms").get_rom_path(game)
+        self._fire = ale_py.Action.FIRE
         self.ale: Any = ale_py.ALEInterface()
         self.ale.setLoggerMode(ale_py.LoggerMode.Error)
         self.ale.setFloat("repeat_action_probability", sticky)
-        self._game = game
         self._most = most_frames
         self._lives_end = lives_end
 
     def reset(self, seed: int | None = None) -> NDArray[np.uint8]:
         if seed is not None:
             self.ale.setInt("random_seed", seed)
-            self.ale.loadROM(roms.get_rom_path(self._game))
+            self.ale.loadROM(self._rom)
         self.ale.reset_game()
         self._actions = self.ale.getMinimalActionSet()
-        self.ale.act(ale_py.Action.FIRE)
+        self.ale.act(self._fire)
 
         shown = self.ale.getScreenGrayscale()
         self._frames = [np.zeros(SCREEN, np.uint8)] * 3 + [shown]

@@ -242,6 +242,7 @@ def test_envs_of_other_interfaces_are_named_with_their_module(env: Any, text: st
 def test_the_way_to_a_limit_of_ale_s_vector_env() -> None:
     class AtariVectorEnv(ScriptedVectorEnv):
         __module__ = "ale_py.vector_env"
+        batch_size = 2  # of its envs
 
     with pytest.raises(
         ValueError, match=r"AtariVectorEnv cannot: set the limit in the env, max_num_frames_per_episo"

@@ -488,6 +488,10 @@ class DiskStorage(ColumnStorage):
         return Links(before, slots, agree)
 
     @override
+    def check_removable(self) -> None:
+        self._writable()
+
+    @override
     def use_ring(self, ring: Ring, alone: str | None, first: bool = False) -> None:
         if isinstance(ring, RankedRing):
             raise TypeError(

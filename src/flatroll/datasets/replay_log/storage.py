@@ -227,6 +227,10 @@ class ReplayLogStorage(ColumnStorage):
         return Links(*ring.link(rows.fragments)[0])
 
     @override
+    def check_removable(self) -> None:
+        raise _no_writes_error()
+
+    @override
     def use_ring(self, ring: Ring, alone: str | None, first: bool = False) -> None:
         if isinstance(ring, RankedRing):
             raise TypeError(
