@@ -10,7 +10,7 @@ from chip_cases import Cases
 NOT_DRIVEN = {
     "holds no rows": """
         After BoundaryKeys Capabilities Estimate LossInputs OwnerGoneError
-        AdaptiveKLController ConstantKLController PolicyRecord
+        AdaptiveKLController ConstantKLController PolicyRecord SnapshotFamily Snapshots
     """,
     "a base class, whose subclasses are driven": """
         Buffer Column ColumnStorage KLControllerBase MarkerWrapper OffPolicyLoss ParameterScheduler PolicyGradientLoss

@@ -37,6 +37,7 @@ from flatroll.layout import audit, run_starts
 from flatroll.modules import (
     GRU,
     LSTM,
+    RND,
     BurnIn,
     DeltaNetModule,
     FFMModule,
@@ -134,6 +135,21 @@ def _(d: str) -> Any:
         scale.update(batch)
         scale.update(batch)
     return [scale.statistics.var, scale.open_ids.sort().values, scale.open_returns.sort().values]
+
+
+@CASES.add("RND, and a return over the ends of episodes", drives="RND GAE", close=True)
+def _(d: str) -> Any:
+    torch.manual_seed(0)
+    env = as_vector_env(Sim(5, d))
+    rnd = RND(env, hidden=(8,)).to(d)
+    value = critic(env, hidden=(8,), device=d)
+    collector = Collector(env, lambda obs: obs[:, 2].long() % 4, frames_per_batch=60, track_envs=True, seed=0)
+    batch = next(collector)
+
+    reward = rnd.update(batch)["next", "intrinsic_reward"]
+    gae = GAE(gamma=0.9, lmbda=0.8, value_network=value, episodic=False)
+    gae.set_keys(reward="intrinsic_reward")
+    return [reward, rnd.loss(batch).detach(), gae(batch)["advantage"]]
 
 
 @CASES.add("GAE of compact and hidden rows", drives="GAE RewardScale", close=True)

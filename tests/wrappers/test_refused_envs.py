@@ -243,6 +243,7 @@ def test_the_way_to_a_limit_of_ale_s_vector_env() -> None:
     class AtariVectorEnv(ScriptedVectorEnv):
         __module__ = "ale_py.vector_env"
         batch_size = 2  # of its envs
+        autoreset_mode = AutoresetMode.NEXT_STEP
 
     with pytest.raises(
         ValueError, match=r"AtariVectorEnv cannot: set the limit in the env, max_num_frames_per_episo"
