@@ -446,8 +446,9 @@ class ReplayBuffer(SavesToFolders, Facts):
 
         with self.write_lock:
             with self.lock:
+                ring = self._empty_ring()
                 self.storage.check_removable()
-                self._count_by(self._empty_ring())
+                self._count_by(ring)
                 self.sampler.emptied()
             if self._prefetcher is not None:
                 self._prefetcher.clear()
