@@ -265,6 +265,13 @@ class SourceView(VectorSource):
         self.source.close()
 
 
+def innermost(source: VectorSource) -> VectorSource:
+    """Return the source that steps the env, inside of the views of it."""
+    while isinstance(source, SourceView):
+        source = source.source
+    return source
+
+
 class TorchView(SourceView):
     """Adapts a NumPy env so that its arrays are returned as tensors on ``device``."""
 

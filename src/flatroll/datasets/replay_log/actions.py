@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flatroll.disk.tensor_file import DTYPES, DamagedFileError, dtype_name
 from flatroll.layout.checks import optional_package
-from flatroll.layout.keys import ACTION, NestedKey
+from flatroll.layout.keys import ACTION, NestedKey, as_tuple, plain_key
 from flatroll.layout.spaces import find_part, space_leaves
 
 _MOST_BITS = 16
@@ -150,8 +150,7 @@ class ActionCode:
 
     def to_json(self) -> list[Any]:
         """Return it as JSON."""
-        key = [self.key] if isinstance(self.key, str) else list(self.key)
-        return [key, dtype_name(self.dtype), list(self.shape), self.low, self.bits]
+        return [list(as_tuple(self.key)), dtype_name(self.dtype), list(self.shape), self.low, self.bits]
 
     @classmethod
     def from_json(cls, value: Any) -> "ActionCode":
@@ -168,8 +167,7 @@ class ActionCode:
             or abs(low) > 2**40
         ):
             raise ValueError(f"{value!r} is no code of actions")
-        plain = key[0] if len(key) == 1 else tuple(key)
-        return cls(plain, DTYPES[dtype], tuple(shape), low, bits)
+        return cls(plain_key(tuple(key)), DTYPES[dtype], tuple(shape), low, bits)
 
 
 def codes_of(space: spaces.Space[Any], columns: dict[NestedKey, Tensor]) -> list[ActionCode]:

@@ -8,7 +8,7 @@ from gymnasium.vector import SyncVectorEnv
 
 from flatroll.datasets.replay_log.windows import Ints, Restart
 from flatroll.rollouts.env_facts import EnvFacts
-from flatroll.wrappers.source import SourceView
+from flatroll.wrappers.source import innermost
 
 
 def generator_of(env: Any) -> list[int] | None:
@@ -21,11 +21,9 @@ def generator_of(env: Any) -> list[int] | None:
 
 def single_envs(facts: EnvFacts) -> list[Any]:
     """Return the single envs of a stack in this process; empty if it has none."""
-    source: Any = facts.stream.source
-    while isinstance(source, SourceView):
-        source = source.source
-    if isinstance(source.env, SyncVectorEnv):
-        return list(source.env.envs)
+    env = innermost(facts.stream.source).env
+    if isinstance(env, SyncVectorEnv):
+        return list(env.envs)
     return []
 
 

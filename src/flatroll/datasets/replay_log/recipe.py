@@ -25,7 +25,7 @@ from flatroll.wrappers.adapt_env import adapt_env, find_stream
 from flatroll.wrappers.compact import CompactObs, ObservationDelta
 from flatroll.wrappers.gym_source import GymSource
 from flatroll.wrappers.markers import InitTracker, RecurrentPrimer, RewardSum, StepCounter, TrajId
-from flatroll.wrappers.source import DtypeView, SourceView, layers
+from flatroll.wrappers.source import DtypeView, SourceView, innermost, layers
 from flatroll.wrappers.stream import VectorStream
 
 MakeEnv = Callable[[], Any]
@@ -470,10 +470,7 @@ class EnvMaker:
             self._check_new(adapted)
             stream = find_stream(adapted)
             assert stream is not None
-            source: Any = stream.source
-            while isinstance(source, SourceView):
-                source = source.source
-            parts = _parts_of(source)
+            parts = _parts_of(innermost(stream.source))
             if parts is None:
                 raise CannotRemakeError("create_env_fn makes another kind of env than that of the log")
             if parts.kind == "single":

@@ -55,7 +55,7 @@ from flatroll.rollouts.batch_columns import ColumnKeys
 from flatroll.rollouts.row_log import LoggedEnv
 from flatroll.rollouts.runner import Runner
 from flatroll.wrappers.arrays import Array
-from flatroll.wrappers.source import SourceView
+from flatroll.wrappers.source import innermost
 
 #: What the state of a log's folder begins with, and the version of its form.
 KIND = "replay log"
@@ -317,10 +317,7 @@ class Recorder:
 
     def _ask(self) -> None:
         """Ask envs in other processes for their generators."""
-        source: Any = self._logged.facts.stream.source
-        while isinstance(source, SourceView):
-            source = source.source
-        base = source.env
+        base = innermost(self._logged.facts.stream.source).env
         assert isinstance(base, AsyncVectorEnv)
         generators = base.call("np_random")
 

@@ -345,11 +345,7 @@ class Replayer:
             while stop <= last and windows.kept[stop] == windows.kept[number]:
                 stop += 1
             if windows.kept[number]:
-                made = [self._kept_rows(one) for one in range(number, stop)]
-                parts += [
-                    self._cut(one, batch, first, end)
-                    for one, batch in zip(range(number, stop), made, strict=True)
-                ]
+                parts += [self._cut(one, self._kept_rows(one), first, end) for one in range(number, stop)]
             else:
                 parts += self._made_rows(number, stop, first, end)
             number = stop
@@ -399,7 +395,10 @@ class Replayer:
                 if envs:
                     yield number, None, self.window(number)
         except _Differs as found:
-            raise ReplayMismatchError(self._explain(found.row, found.env), found.row) from None
+            raise self._mismatch(found) from None
+
+    def _mismatch(self, found: _Differs) -> ReplayMismatchError:
+        return ReplayMismatchError(self._explain(found.row, found.env), found.row)
 
     def _range(self, run: Run) -> tuple[int, int, int]:
         """Return env, first row and end among the rows of the env."""
@@ -427,7 +426,7 @@ class Replayer:
             for number in range(begin, stop):
                 parts.append(self._cut(number, self.window(number), first, end))
         except _Differs as found:
-            raise ReplayMismatchError(self._explain(found.row, found.env), found.row) from None
+            raise self._mismatch(found) from None
         return parts
 
     def _wanted(self, number: int, first: int, end: int) -> list[int]:

@@ -14,7 +14,8 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from typing_extensions import override
 
-from flatroll.buffers.columns.column import After, Column, Columns, RowForm, TensorColumn
+from flatroll.buffers.columns.column import After, Columns, RowForm
+from flatroll.buffers.columns.read_only import ReadOnlyColumn, Take
 from flatroll.buffers.index.fragments import BoundaryKeys, Fragments
 from flatroll.buffers.index.ring import Array, Draw, Follow, Ring
 from flatroll.buffers.index.top_k_ring import RankedRing
@@ -30,7 +31,6 @@ from flatroll.layout.tensordict_seam import get_entry, leaves
 
 #: Number of a window, and an env there; None for the rows of all envs.
 _Name: TypeAlias = tuple[int, int | None]
-_Take: TypeAlias = Callable[[Tensor, Collection[NestedKey] | None], Columns]
 
 
 class ReplayLogStorage(ColumnStorage):
@@ -82,9 +82,9 @@ class ReplayLogStorage(ColumnStorage):
         self._ring: Ring | None = None
         self.structure = TensorDicts(torch.Size([]))
 
-        take: weakref.WeakMethod[_Take] = weakref.WeakMethod(self._take)
+        take: weakref.WeakMethod[Take] = weakref.WeakMethod(self._take)
         self.columns = {
-            key: _LogColumn(take, key, column.dtype, column.shape[1:])
+            key: ReadOnlyColumn(take, key, column.dtype, column.shape[1:], _no_writes_error)
             for key, column in leaves(log._no_rows()).items()
         }
 
@@ -143,8 +143,7 @@ class ReplayLogStorage(ColumnStorage):
 
     def _env_ends(self, number: int) -> Array:
         """Return the number of rows in a window up to the end of each env, int64 ``[E]``."""
-        windows = self._log._windows
-        ends: Array = np.cumsum(windows.env_ends[number] - windows.env_begins(number))
+        ends: Array = np.cumsum(self._log._windows.counts(number))
         return ends
 
     def _span(self, number: int, env: int | None) -> tuple[int, int]:
@@ -308,56 +307,6 @@ class ReplayLogStorage(ColumnStorage):
             f"a ReplayLogStorage and its envs belong to one process: open {self._log.path} in the other one, "
             "ReplayLogStorage(ReplayLog(path))"
         )
-
-
-class _LogColumn(Column):
-    """A read-only column of a `ReplayLogStorage`.
-
-    Args:
-        take: the storage's method that reads rows.
-        key: key of the entry.
-        dtype: of its values.
-        shape: of one row's value.
-    """
-
-    def __init__(
-        self,
-        take: "weakref.WeakMethod[_Take]",
-        key: NestedKey,
-        dtype: torch.dtype,
-        shape: torch.Size,
-    ) -> None:
-        self._take = take
-        self._key = key
-        self.dtype = dtype
-        self.shape = shape
-
-    @override
-    def take(self, slots: Tensor) -> Tensor:
-        take = self._take()
-        assert take is not None  # guaranteed by the storage
-        return take(slots, [self._key])[self._key]
-
-    @override
-    def write(self, slot: int, values: Tensor, after: After | None = None) -> NoReturn:
-        raise _no_writes_error()
-
-    @override
-    def put(self, slots: Tensor, values: Tensor, after: After | None = None) -> NoReturn:
-        raise _no_writes_error()
-
-    @override
-    def pool(self) -> TensorColumn:
-        return TensorColumn(torch.empty((0, *self.shape), dtype=self.dtype))
-
-    @override
-    def grow(self, rows: int) -> None:
-        return
-
-    @property
-    @override
-    def nbytes(self) -> int:
-        return 0
 
 
 def _generators_kept() -> AbstractContextManager[None]:
