@@ -501,6 +501,10 @@ class Collector(Facts):
         Raises:
             ValueError: the state has episodes of another env, or of a policy with other states.
         """
+        episodes = state.get("episodes")
+        if episodes is not None:
+            self._check_episodes(episodes)
+
         runner = self._runner
         self._frames = state["frames"]
         if state.get("seed") is not None:  # older states have no entry
@@ -519,30 +523,30 @@ class Collector(Facts):
         if self._joiner is not None:
             self._joiner = TrajectoryJoiner(self._joiner.per_batch, runner.keys.traj)
 
-        episodes = state.get("episodes")
         if episodes is not None:
             self._load_episodes(episodes)
 
-    def _load_episodes(self, episodes: dict[str, Any]) -> None:
-        """Go on in the middle of saved episodes; if that fails, the next batch starts with a reset."""
+    def _check_episodes(self, episodes: dict[str, Any]) -> None:
+        """Raise ValueError if this collector cannot go on in the middle of saved episodes."""
         if self._log is not None:
             raise ValueError(
                 "a collector with log= cannot go on in the middle of saved episodes: its log makes rows again from "
                 "resets. Save with state_dict(), without episodes=True, or collect without log="
             )
-        waiting = episodes["waiting"]
-        if (waiting is None) != (self._joiner is None):
+        if (episodes["waiting"] is None) != (self._joiner is None):
             raise ValueError(
                 "the saved episodes are those of a collector with and without trajs_per_batch: make this one alike"
             )
 
+    def _load_episodes(self, episodes: dict[str, Any]) -> None:
+        """Go on in the middle of saved episodes; if that fails, the next batch starts with a reset."""
         try:
             self._runner.set_snapshot(episodes["runner"])
         except BaseException:
             self._runner.forget()
             raise
         if self._joiner is not None:
-            self._joiner.load_state_dict(waiting)
+            self._joiner.load_state_dict(episodes["waiting"])
 
     def _id_markers(self) -> list[TrajId]:
         """Return the TrajId wrappers, one per part of the env; empty without ids."""

@@ -305,6 +305,7 @@ def test_a_log_does_not_begin_inside_an_episode(tmp_path: Path) -> None:
         assert logged.snapshot_problem == "its log makes rows again from resets"
         with pytest.raises(ValueError, match="log= cannot go on in the middle of saved episodes"):
             logged.load_state_dict(saved.state_dict(episodes=True))
+        assert logged.frames == 0  # nothing of the state is loaded
 
 
 def test_a_log_is_continued(tmp_path: Path) -> None:
