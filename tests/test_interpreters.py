@@ -35,6 +35,10 @@ print(json.dumps({
 """
 
 
+# Python looks for signals between two sleeps; one that comes right before a sleep does not end it.
+WAITS = "import time\nwhile True: time.sleep(0.01)"
+
+
 @pytest.mark.parametrize("kind", ["code", "file", "module"])
 @pytest.mark.parametrize("new_session", [False, True])
 def test_a_program_finds_what_a_new_interpreter_finds(kind: str, new_session: bool, tmp_path: Path) -> None:
@@ -82,7 +86,7 @@ def test_an_error_has_its_traceback() -> None:
 
 
 def test_ctrl_c_and_a_kill_reach_it() -> None:
-    program = "import time; print('begun', flush=True); time.sleep(1000)"
+    program = f"print('begun', flush=True)\n{WAITS}"
     for number in (signal.SIGINT, signal.SIGKILL):
         with Interpreter(
             [sys.executable, "-c", program],
@@ -149,7 +153,7 @@ def test_other_options_start_a_new_interpreter(options: list[str]) -> None:
 def test_a_signal_sent_at_once_is_its_own() -> None:
     for _ in range(5):
         with Interpreter(
-            [sys.executable, "-c", "import time; time.sleep(1000)"],
+            [sys.executable, "-c", WAITS],
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         ) as process:

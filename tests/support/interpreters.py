@@ -298,7 +298,9 @@ def spawn_forked(path: bytes, arguments: Sequence[Any], descriptors: Sequence[in
 
 def serve(channel: int, modules: list[str]) -> Request:
     """Fork for each request, until there are no more. Returns in the forked processes alone."""
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    # Ctrl-C is for the tests, and for the programs: one that reaches a program before it runs waits until then. Raised
+    # here, it could be lost: in a `__del__` Python prints an error, and goes on.
+    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT})
     sys.path.insert(0, SOURCE)
     for module in modules:
         importlib.import_module(module)
@@ -311,8 +313,6 @@ def serve(channel: int, modules: list[str]) -> Request:
     gc.collect()
     gc.freeze()
 
-    # Ctrl-C is for the tests, and for the programs.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=high) as requests, Connection(os.dup(high)) as connection:
         while True:
             descriptors = socket.recv_fds(requests, 1, 100)[1]
@@ -327,7 +327,6 @@ def serve(channel: int, modules: list[str]) -> Request:
                 if os.fork() == 0:
                     if request.new_session:
                         os.setsid()
-                    signal.signal(signal.SIGINT, signal.default_int_handler)
                     connection.send(os.getpid())
                     break
                 os._exit(0)
@@ -374,6 +373,7 @@ def run_program(program: Program) -> None:
 
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if program.kind == "-m":
         sys.argv[:] = ["-m", *program.arguments]
         runpy.run_module(program.what, run_name="__main__", alter_sys=True)
