@@ -24,6 +24,13 @@ from flatroll.wrappers.stream import Moves, shared_moves
 EnvSource: TypeAlias = EnvLike | Callable[[], EnvLike] | Sequence[EnvLike | Callable[[], EnvLike]]
 
 
+def env_function(create_env_fn: EnvSource) -> Callable[[], Any] | None:
+    """Return the function, or class, that makes the env; None if an env was given."""
+    if isinstance(create_env_fn, type) or (callable(create_env_fn) and not hasattr(create_env_fn, "step")):
+        return create_env_fn
+    return None
+
+
 def check_counts(**counts: int | None) -> None:
     """Check the counts given to a `Collector`; warn if the total is not a whole number of batches."""
     optional = {"trajs_per_batch", "max_frames_per_traj"}

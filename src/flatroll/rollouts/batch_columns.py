@@ -138,15 +138,25 @@ class ColumnKeys:
 
     def claim(self, writer: str, *keys: NestedKey) -> None:
         """Register ``writer`` as the writer of ``keys``; ValueError if one has a writer already."""
-        for key in map(as_tuple, keys):
-            for other, owner in self._writers.items():
-                if key[: len(other)] == other[: len(key)]:  # equal, or one nested inside the other
-                    raise ValueError(
-                        f"two parts write the same column: {owner} writes {plain_key(other)!r}, {writer} writes "
-                        f"{plain_key(key)!r}. Rename one: the marker wrappers take a key argument, policies out_keys"
-                    )
+        for key in keys:
+            claimed = self._claimed(key)
+            if claimed is not None:
+                raise ValueError(
+                    f"two parts write the same column: {self._writers[claimed]} writes {plain_key(claimed)!r}, "
+                    f"{writer} writes {plain_key(key)!r}. Rename one: the marker wrappers take a key argument, "
+                    "policies out_keys"
+                )
 
         self._writers.update((as_tuple(key), writer) for key in keys)
+
+    def has_writer(self, key: NestedKey) -> bool:
+        """Return whether a column, or one that it is nested in, is claimed."""
+        return self._claimed(key) is not None
+
+    def _claimed(self, key: NestedKey) -> tuple[str, ...] | None:
+        """Return the first key that is equal, or nested inside the other or the other inside it."""
+        path = as_tuple(key)
+        return next((other for other in self._writers if path[: len(other)] == other[: len(path)]), None)
 
 
 def _first(markers: Sequence[MarkerWrapper], kind: type[Marker]) -> Marker | None:

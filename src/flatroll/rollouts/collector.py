@@ -21,6 +21,7 @@ from flatroll.rollouts.arguments import (
     check_counts,
     check_exploration_type,
     check_together,
+    env_function,
     make_devices,
     make_envs,
 )
@@ -731,12 +732,9 @@ def _start_log(
             conflict = "an envpool in async mode, whose rows come in no fixed order"
         raise ValueError(f"log= cannot be combined with {conflict}")
 
-    make: Any = None
-    if isinstance(create_env_fn, type) or (callable(create_env_fn) and not hasattr(create_env_fn, "step")):
-        make = create_env_fn
     logged = LoggedEnv(
         facts=facts[0],
-        make=make,
+        make=env_function(create_env_fn),
         obs_dtype=options.obs_dtype,
         max_frames_per_traj=options.max_frames_per_traj,
         info_keys=tuple(options.info_keys),

@@ -1,13 +1,14 @@
 """`ReplayLog`: reads a log, and makes its rows again."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any, Self
 
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 
+from flatroll.datasets.replay_log.from_rows import write_log
 from flatroll.datasets.replay_log.recipe import EnvMaker, Recipe, differing_versions, versions_here
 from flatroll.datasets.replay_log.recorder import read_description, unchanged_generators
 from flatroll.datasets.replay_log.replay import Layout, Replayer
@@ -15,6 +16,8 @@ from flatroll.datasets.replay_log.windows import Windows
 from flatroll.disk.folder import Folder
 from flatroll.layout.checks import check_function, check_path, check_whole_number
 from flatroll.layout.inspect.text import Facts
+from flatroll.layout.keys import NestedKey
+from flatroll.rollouts.arguments import EnvSource, env_function
 
 
 class ReplayLog(Facts):
@@ -70,6 +73,56 @@ class ReplayLog(Facts):
         self._windows = Windows(folder, self._recipe.num_envs, len(self._layout.actions))
         self._windows.load()
         self._replayer: Replayer | None = None
+
+    @classmethod
+    def from_rows(
+        cls,
+        path: str | PathLike[str],
+        rows: TensorDictBase | Sequence[TensorDictBase],
+        create_env_fn: EnvSource,
+        *,
+        seed: int | None = None,
+        obs_dtype: torch.dtype | None = None,
+        max_frames_per_traj: int | None = None,
+        info_keys: Sequence[NestedKey] = (),
+    ) -> Self:
+        """Write a log of rows that were collected without one, and open it.
+
+        Their actions are played again, and every column of every row is compared, so the rows can be deleted afterwards.
+
+        Args:
+            path: a new folder.
+            rows: the batches of one `flatroll.rollouts.Collector` from its first reset on, in order; each but the last
+                has the same number of rows. They need no next observations. A single env's may be one batch.
+            create_env_fn: the env that was collected, as new, or a function that makes it, as for the collector. A
+                function is also needed to read the log.
+            seed: the ``seed`` of that collector. Default None, for envs that take theirs when they are made.
+            obs_dtype, max_frames_per_traj, info_keys: those of that collector.
+
+        Raises:
+            ReplayMismatchError: the env makes other rows; the message names the first one. No log is left.
+            FileExistsError: ``path`` exists.
+            KeyError: the rows lack the actions or ids of trajectories, or have a column that nothing makes.
+
+        >>> import gymnasium as gym, tempfile
+        >>> from flatroll.rollouts import Collector
+        >>> env = gym.make("CartPole-v1")
+        >>> batches = list(Collector(env, frames_per_batch=20, total_frames=40, seed=0))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with ReplayLog.from_rows(f"{folder}/old.replay", batches, env, seed=0) as log:
+        ...         print(len(log), log.kept)
+        40 0
+        """
+        batches = [rows] if isinstance(rows, TensorDictBase) else list(rows)
+        if not batches:
+            raise ValueError("rows must have at least one batch, got none")
+        options = {
+            "obs_dtype": obs_dtype,
+            "max_frames_per_traj": max_frames_per_traj,
+            "info_keys": info_keys,
+        }
+        write_log(check_path("path", path), batches, create_env_fn, seed=seed, options=options)
+        return cls(path, create_env_fn=env_function(create_env_fn))
 
     def __len__(self) -> int:
         """Number of rows."""

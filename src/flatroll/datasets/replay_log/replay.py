@@ -16,8 +16,9 @@ from tensordict import TensorDict
 from tensordict.nn import InteractionType
 from torch import Tensor
 
-from flatroll.datasets.replay_log.actions import MOST_NUMBERS, ActionCode, as_tree
+from flatroll.datasets.replay_log.actions import MOST_NUMBERS, ActionCode
 from flatroll.datasets.replay_log.digests import Words, checksums, digest_batch
+from flatroll.datasets.replay_log.feed import Feed
 from flatroll.datasets.replay_log.generators import restore
 from flatroll.datasets.replay_log.recipe import EnvMaker
 from flatroll.datasets.replay_log.windows import NEW, UNSEEDED, Event, Ints, Restart, Window, Windows
@@ -207,46 +208,6 @@ class _Differs(Exception):
         super().__init__(row, env)
         self.row = row
         self.env = env
-
-
-class Feed:
-    """A policy that takes the actions of a log, env by env."""
-
-    def __init__(self, facts: EnvFacts) -> None:
-        self._stream = facts.stream
-        self._space = facts.env.single_action_space
-        self._on_host = facts.on_host
-        self._device = facts.device
-        self._leaves: list[Any] = []
-        self._starts: Ints = np.zeros(facts.num_envs, np.int64)
-        self._last: Ints = self._starts
-        #: Rows that each env has taken, int64 ``[E]``.
-        self.used: Ints = self._starts.copy()
-
-    def load(self, leaves: Sequence[Tensor], lengths: Ints) -> None:
-        """Set the actions: those of one env after those of another, ``lengths`` of each."""
-        self._leaves = [leaf.numpy() for leaf in leaves]
-        self._starts = np.cumsum(lengths) - lengths
-        total = int(lengths.sum())
-        # An env without further actions repeats its last: what it does is in no row.
-        self._last = np.clip(self._starts + lengths - 1, 0, total - 1)
-
-    def __call__(self, obs: Any) -> Any:
-        """Return the actions of the next step."""
-        stream = self._stream
-        places = np.minimum(self._starts + self.used, self._last)
-        if stream.same_step or stream.any_ended is False:
-            self.used += 1
-        else:
-            ended: Any = stream.ended
-            if isinstance(ended, Tensor):
-                ended = ended.cpu().numpy()
-            self.used += ~ended  # the others only reset
-
-        taken = [leaf[places] for leaf in self._leaves]
-        if not self._on_host:
-            taken = [torch.from_numpy(leaf).to(self._device) for leaf in taken]
-        return as_tree(self._space, iter(taken))
 
 
 class Stage:
