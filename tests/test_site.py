@@ -231,6 +231,40 @@ def test_docstrings_are_made_fit_for_the_renderer(docstrings: Any) -> None:
     assert docstrings.mended(DOCSTRING, public, "Sampler") == MENDED
 
 
+def test_a_text_of_what_is_returned_stays_whole(docstrings: Any) -> None:
+    griffe = pytest.importorskip("griffe")
+    text = 'Draws.\n\nReturns:\n    Texts, or none. ``"note: "`` begins those\n        of notes: two lines.\n'
+    docstring = griffe.Docstring(docstrings.mended(text, {}, "draw"))
+    options = {"returns_multiple_items": False, "returns_named_value": False, "warn_missing_types": False}
+    assert all(f"{name}: false" in (ROOT / "mkdocs.yml").read_text() for name in options)
+
+    _, section = docstring.parse("google", **options)
+    (result,) = section.value
+    assert result.annotation is None
+    assert " ".join(result.description.split()) == (
+        'Texts, or none. ``"note: "`` begins those of notes: two lines.'
+    )
+
+
+def luminance(colour: str) -> float:
+    """Of a colour ``#rrggbb``, as WCAG 2 defines it: 0 of black, 1 of white."""
+    shares = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (
+        share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_links_and_the_header_can_be_read() -> None:
+    """White on the site's colour, and that colour on white and on the background of code."""
+    style = (DOCS / "site" / "site.css").read_text()
+    header = re.findall(r"--md-primary-fg-color: (#\w{6});", style)
+    links = re.findall(r"--md-typeset-a-color: (#\w{6});", style)
+    assert header == links and len(links) == 1
+    for background in ("#ffffff", "#f5f5f5"):
+        assert (luminance(background) + 0.05) / (luminance(links[0]) + 0.05) > 4.5
+
+
 def test_a_function_is_not_hidden_by_its_file_and_comments_are_read(docstrings: Any) -> None:
     griffe = pytest.importorskip("griffe")
     extensions = griffe.load_extensions(docstrings.SiteDocstrings())
