@@ -101,6 +101,16 @@ def test_names_in_tables_have_marks_at_their_joints(hooks: Any, code: str, marke
     assert shown == f'<td>{marked}</td><td><a href="a_b.c">{marked}</a></td>{elsewhere}'
 
 
+def test_long_code_in_a_text_has_marks_at_its_joints(hooks: Any) -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="page.md"))
+    code = "policy.act(observation=observation[None])"
+    block = f"<pre><span></span><code>{code}</code></pre>"
+    shown = hooks.on_post_page(f"<p><code>{code}</code></p><td><code>{code}</code></td>{block}", page=page)
+    marked = code.replace(".", ".<wbr>").replace("(", "(<wbr>").replace("=", "=<wbr>").replace("[", "[<wbr>")
+    cell = f'<td class="long"><code>{marked}</code></td>'
+    assert shown == f"<p><code>{marked}</code></p>{cell}{block}"
+
+
 def test_options_of_commands_stay_in_one_piece(hooks: Any) -> None:
     page = SimpleNamespace(file=SimpleNamespace(src_uri="page.md"))
     block = "<pre><span></span><code>run --env A</code></pre>"
