@@ -101,6 +101,16 @@ def test_names_in_tables_have_marks_at_their_joints(hooks: Any, code: str, marke
     assert shown == f'<td>{marked}</td><td><a href="a_b.c">{marked}</a></td>{elsewhere}'
 
 
+def test_long_code_in_a_text_has_marks_at_its_joints(hooks: Any) -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="page.md"))
+    code = "policy.act(observation=observation[None])"
+    block = f"<pre><span></span><code>{code}</code></pre>"
+    shown = hooks.on_post_page(f"<p><code>{code}</code></p><td><code>{code}</code></td>{block}", page=page)
+    marked = code.replace(".", ".<wbr>").replace("(", "(<wbr>").replace("=", "=<wbr>").replace("[", "[<wbr>")
+    cell = f'<td class="long"><code>{marked}</code></td>'
+    assert shown == f"<p><code>{marked}</code></p>{cell}{block}"
+
+
 def test_options_of_commands_stay_in_one_piece(hooks: Any) -> None:
     page = SimpleNamespace(file=SimpleNamespace(src_uri="page.md"))
     block = "<pre><span></span><code>run --env A</code></pre>"
@@ -229,6 +239,40 @@ More, see [`draw_rows`][flatroll.buffers.draw_rows]."""
 def test_docstrings_are_made_fit_for_the_renderer(docstrings: Any) -> None:
     public = dict.fromkeys(("rows", "Sampler", "Ring", "draw_rows"), "flatroll.buffers")
     assert docstrings.mended(DOCSTRING, public, "Sampler") == MENDED
+
+
+def test_a_text_of_what_is_returned_stays_whole(docstrings: Any) -> None:
+    griffe = pytest.importorskip("griffe")
+    text = 'Draws.\n\nReturns:\n    Texts, or none. ``"note: "`` begins those\n        of notes: two lines.\n'
+    docstring = griffe.Docstring(docstrings.mended(text, {}, "draw"))
+    options = {"returns_multiple_items": False, "returns_named_value": False, "warn_missing_types": False}
+    assert all(f"{name}: false" in (ROOT / "mkdocs.yml").read_text() for name in options)
+
+    _, section = docstring.parse("google", **options)
+    (result,) = section.value
+    assert result.annotation is None
+    assert " ".join(result.description.split()) == (
+        'Texts, or none. ``"note: "`` begins those of notes: two lines.'
+    )
+
+
+def luminance(colour: str) -> float:
+    """Of a colour ``#rrggbb``, as WCAG 2 defines it: 0 of black, 1 of white."""
+    shares = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (
+        share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_links_and_the_header_can_be_read() -> None:
+    """White on the site's colour, and that colour on white and on the background of code."""
+    style = (DOCS / "site" / "site.css").read_text()
+    header = re.findall(r"--md-primary-fg-color: (#\w{6});", style)
+    links = re.findall(r"--md-typeset-a-color: (#\w{6});", style)
+    assert header == links and len(links) == 1
+    for background in ("#ffffff", "#f5f5f5"):
+        assert (luminance(background) + 0.05) / (luminance(links[0]) + 0.05) > 4.5
 
 
 def test_a_function_is_not_hidden_by_its_file_and_comments_are_read(docstrings: Any) -> None:

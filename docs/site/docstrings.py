@@ -2,6 +2,7 @@
 
 * A ``>>>`` example becomes a fenced block; without a fence, Markdown reads ``[1.0, 2.0]`` in its output as a link.
 * ``a, b: text`` under ``Args:`` becomes an entry for each name; the renderer looks each up in the signature.
+* The text under ``Returns:`` or ``Yields:`` stays whole; the renderer takes what stands before a colon for a type.
 * `` `Name` `` of a public name that has an entry becomes a link to it; ``:class:`` and the like are taken off before.
 * A ``#:`` comment becomes the docstring of the name in its line, or in the line below.
 * A function that has the name of its file is the function, not the file.
@@ -18,6 +19,7 @@ import griffe
 EXAMPLE = re.compile(r"^( *)>>> .*(?:\n(?! *\n).+)*", re.M)
 SECTION = re.compile(r"^( *)(?:Args|Attributes):\n((?:\1 +.*\n?|\n)+)", re.M)
 ENTRY = re.compile(r"^( *)(\w+(?:, \w+)+)(: .*(?:\n\1 +.*)*)", re.M)
+RESULT = re.compile(r"^( *(?:Returns|Yields):\n +)(?=\S)", re.M)
 ROLE = re.compile(r":(?:class|func|meth|attr):`~?(?:[\w.]+\.)?(\w+)`")
 NAME = re.compile(r"(?<![`\[])`([A-Za-z]\w+)`(?![`\]])")
 
@@ -134,4 +136,4 @@ def mended(text: str, public: dict[str, str], own_name: str) -> str:
         end = match.end()
     parts.append(text[end:])
     parts[::2] = [NAME.sub(link, ROLE.sub(r"`\1`", SECTION.sub(section, prose))) for prose in parts[::2]]
-    return "".join(parts)
+    return RESULT.sub(r"\1: ", "".join(parts))

@@ -4,6 +4,7 @@ Programs and notebooks of examples/, the changelog and the contributor's page be
 leads to such a file in the repository leads to its page in the site.
 """
 
+import html
 import json
 import os.path
 import posixpath
@@ -28,6 +29,7 @@ TAG_OR_JOINT = re.compile(r"""<[^>]*>|(?<=[a-zA-Z0-9\])"';])[_.=,/(\[](?=[a-zA-Z
 # Code in a line of text or in a cell: a block of code stands in <pre>.
 INLINE_CODE = re.compile(r"(?<!<pre>)(?<!<span></span>)<code>[^<]+</code>")
 OPTION = re.compile(r"(?<![\w-])--[\w-]+")
+WIDE = 32  # characters of code in a text, from which on it may need two lines of a phone
 LONG = 40  # characters of a cell, from which on it is a text
 FOREIGN = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=[\"']?(?:https?:)?//[^>]*>")
 
@@ -123,18 +125,30 @@ def on_post_page(output: str, page: Page, **_: object) -> str:
     if foreign := FOREIGN.search(output):
         raise PluginError(f"{page.file.src_uri} loads from another host: {foreign[0]}")
     documented.update(re.findall(r'id="(flatroll\.[\w.]+)"', output))
-    output = INLINE_CODE.sub(lambda code: OPTION.sub(r'<span class="option">\g<0></span>', code[0]), output)
-    return CELL.sub(marked_cell, output)
+    return CELL.sub(marked_cell, INLINE_CODE.sub(marked_code, output))
+
+
+def marked_code(match: re.Match[str]) -> str:
+    """Code in a line of text: options in one piece, and the joints of what may be wider than a phone."""
+    code = match[0]
+    if len(html.unescape(TAG.sub("", code))) > WIDE:
+        code = marked(code)
+    return OPTION.sub(r'<span class="option">\g<0></span>', code)
 
 
 def marked_cell(match: re.Match[str]) -> str:
     """A cell of a table with what site.css needs on phones: the joints of names, and a class for long texts."""
     name, attributes, content = match.groups()
     is_long = len(TAG.sub("", content)) > LONG
-    content = TAG_OR_JOINT.sub(lambda part: part[0] if part[0][0] == "<" else f"{part[0]}<wbr>", content)
+    content = marked(content)
     if is_long and "class=" not in attributes:
         attributes += ' class="long"'
     return f"<{name}{attributes}>{content}</{name}>"
+
+
+def marked(content: str) -> str:
+    """HTML with a mark behind each joint, at which a line may end."""
+    return TAG_OR_JOINT.sub(lambda part: part[0] if part[0][0] == "<" else f"{part[0]}<wbr>", content)
 
 
 def on_post_build(config: MkDocsConfig) -> None:

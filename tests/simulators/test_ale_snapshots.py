@@ -1,6 +1,12 @@
 """ale-py's single envs go on in the middle of an episode, with frame skip and sticky actions."""
 
+import os
 import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +24,7 @@ from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer, SliceSampler
 from flatroll.disk import Checkpoint
 from flatroll.estimators import DQNLoss, update_step
+from flatroll.layout import run_ends
 from flatroll.modules import q_network, set_epsilon
 from flatroll.rollouts import Collector, RandomPolicy
 from flatroll.wrappers import get_snapshot, set_snapshot, snapshot_problem
@@ -113,7 +120,11 @@ def test_what_is_refused() -> None:
 
 
 class Run:
-    """DQN on two sticky games; a save after every batch."""
+    """DQN on two sticky games; a save after the batches that are asked for.
+
+    Attributes:
+        playing: by the number of batches, whether a game was in the middle of an episode behind them.
+    """
 
     def __init__(self, path: Path, seed: int) -> None:
         torch.manual_seed(seed)
@@ -136,14 +147,34 @@ class Run:
             optimizer=self.step.optimizer,
             exact=True,
         )
+        self.playing: dict[int, bool] = {}
 
-    def go_on(self, until: int, *, save_at: set[int]) -> None:
-        first = int(self.checkpoint.load()["batch"]) if self.checkpoint.versions() else 0
-        for batch in range(first, until):
-            self.buffer.extend(next(self.collector))
+    def load(self) -> int:
+        """The number of batches behind the newest checkpoint."""
+        if not self.checkpoint.versions():
+            return 0
+        return int(self.checkpoint.load()["batch"])
+
+    def go_on(self, until: int, *, save_at: Container[int], first: int | None = None) -> None:
+        if first is None:
+            first = self.load()
+        for batch in range(first + 1, until + 1):
+            rows = next(self.collector)
+            self.playing[batch] = not bool(rows["next", "done"][run_ends(rows)].all())
+            self.buffer.extend(rows)
             self.step(self.buffer.sample())
-            if batch + 1 in save_at:
-                self.checkpoint.save(batch=batch + 1)
+            if batch in save_at:
+                self.checkpoint.save(batch=batch)
+
+
+def assert_equal(one: Run, other: Run) -> None:
+    """The rows and weights of two runs."""
+    rows = one.buffer.oldest_first()
+    again = other.buffer.oldest_first()
+    assert len(rows) == len(again) > 0
+    assert (rows == again).all()
+    for weights, same in zip(one.step.loss.parameters(), other.step.loss.parameters(), strict=True):
+        assert torch.equal(weights, same)
 
 
 def test_a_run_in_pieces_equals_one_that_never_saved(tmp_path: Path) -> None:
@@ -159,8 +190,36 @@ def test_a_run_in_pieces_equals_one_that_never_saved(tmp_path: Path) -> None:
     piece = Run(tmp_path / "pieces", 77)
     piece.go_on(last, save_at=set())
 
-    rows, again = whole.buffer.oldest_first(), piece.buffer.oldest_first()
-    assert len(rows) == len(again) > 0
-    assert (rows == again).all()
-    for one, other in zip(whole.step.loss.parameters(), piece.step.loss.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert_equal(piece, whole)
+
+
+def test_killed_at_random_moments(tmp_path: Path) -> None:
+    """With kill -9; three kills, in the long form ten. No process ends on its own, so each one is killed."""
+    moments = random.Random(0)
+    command = [sys.executable, __file__, str(tmp_path / "killed")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    for _ in range(10 if is_long() else 3):
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            process.stdout.readline()  # it has saved, and goes on
+            time.sleep(moments.uniform(0.0, 0.5))
+            process.kill()
+        assert process.returncode == -signal.SIGKILL
+
+    killed = Run(tmp_path / "killed", 0)
+    resumed = killed.load()
+    killed.go_on(resumed + 3, save_at=(), first=resumed)
+    whole = Run(tmp_path / "whole", 0)
+    whole.go_on(resumed + 3, save_at=())
+
+    assert_equal(killed, whole)
+    assert sum(whole.playing.values()) > len(whole.playing) // 2  # games were in the middle of their episodes
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    run = Run(Path(sys.argv[1]), 0)
+    behind = run.load()
+    run.go_on(behind + 2, save_at=[behind + 2], first=behind)
+    print("saved", flush=True)
+    run.go_on(sys.maxsize, save_at=range(0, sys.maxsize, 2), first=behind + 2)
