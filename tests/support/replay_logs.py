@@ -40,6 +40,13 @@ def cat(parts: Any) -> Any:
     return torch.cat(parts)
 
 
+def by_trajectory(batch: Any) -> Any:
+    """The rows in order of trajectories, which come in the order in which they began."""
+    ids = batch["collector", "traj_ids"].tolist()
+    began = {number: place for place, number in reversed(list(enumerate(ids)))}
+    return batch[torch.tensor(sorted(range(len(ids)), key=lambda row: (began[ids[row]], row)))]
+
+
 def as_bytes(column: Tensor) -> bytes:
     raw: bytes = column.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return raw
