@@ -462,7 +462,7 @@ def test_a_name_that_is_taken_is_refused_and_kept(format: str, tmp_path: Path) -
 def test_a_process_that_is_killed_leaves_nothing_under_the_name(format: str, tmp_path: Path) -> None:
     """It is killed by ``kill -9`` once some rows are written; the next one makes the file."""
     batch, (ready, told) = torch.cat([window(number) for number in range(3)]), os.pipe()
-    reads_before = 12 if format in ("minari", "lerobot", "h5") else 3  # these look for the episodes first
+    reads_before = 12 if format in IN_EPISODES else 3  # these look for the episodes first
     child = os.fork()
     if not child:
         try:
