@@ -9,6 +9,7 @@ import torch
 from gymnasium import spaces
 from replay_logs import check_log
 
+from flatroll.datasets import ReplayLog
 from flatroll.wrappers import FunctionalEnv, StepCounter, as_functional, as_vector_env
 
 jax = pytest.importorskip("jax")
@@ -53,6 +54,9 @@ def test_gymnax(tmp_path: Path, name: str) -> None:
 
     rows = check_log(tmp_path / "log", make)
     assert rows["next", "done"].any()
+    with ReplayLog(tmp_path / "log", create_env_fn=make) as log:
+        assert {"gymnax", "jax", "jaxlib"} <= set(log.versions)
+        assert name in repr(log)
 
 
 def test_brax(tmp_path: Path) -> None:
