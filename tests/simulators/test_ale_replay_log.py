@@ -49,14 +49,16 @@ def test_vectors(tmp_path: Path, sticky: float, vectorizer: Any, mode: str) -> N
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
 @pytest.mark.parametrize("sticky", [0.0, 0.25])
 def test_the_vector_env_of_ale(tmp_path: Path, sticky: float, mode: str) -> None:
-    env = gym.make_vec(
-        "ALE/Breakout-v5",
-        num_envs=2,
-        vectorization_mode="vector_entry_point",
-        autoreset_mode=mode,
-        img_height=12,
-        img_width=12,
-        max_num_frames_per_episode=200,
-        repeat_action_probability=sticky,
-    )
-    check_log(tmp_path / "log", env)
+    def make() -> Any:
+        return gym.make_vec(
+            "ALE/Breakout-v5",
+            num_envs=2,
+            vectorization_mode="vector_entry_point",
+            autoreset_mode=mode,
+            img_height=12,
+            img_width=12,
+            max_num_frames_per_episode=200,
+            repeat_action_probability=sticky,
+        )
+
+    check_log(tmp_path / "log", make)

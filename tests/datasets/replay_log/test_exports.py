@@ -186,7 +186,10 @@ def test_rows_that_are_kept_need_no_env(tmp_path: Path) -> None:
         assert_equal(module.import_parquet(tmp_path / "rows.parquet"), rows)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="observation_space must be given"):
             export(log, tmp_path / "set", "minari")
-        spaces = {"observation_space": Walk.observation_space, "action_space": Walk.action_space}
+        spaces: dict[str, Any] = {
+            "observation_space": Walk.observation_space,
+            "action_space": Walk.action_space,
+        }
         export(log, tmp_path / "set", "minari", **spaces)
     assert_equal(module.import_minari(tmp_path / "set"), by_trajectory(rows))  # type: ignore[arg-type]
 
