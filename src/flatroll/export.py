@@ -1,4 +1,4 @@
-"""Convert batches and buffers to and from NumPy, pandas, Arrow, Parquet, HDF5, Minari and LeRobot.
+"""Convert batches, buffers and replay logs to and from NumPy, pandas, Arrow, Parquet, HDF5, Minari and LeRobot.
 
 The module can be called: after ``from flatroll import export``, ``export(buffer, "rows.parquet")`` is `export.export`.
 
@@ -86,15 +86,18 @@ def export(
     progress: bool | None = None,
     **options: Any,
 ) -> None:
-    """Write the rows of a batch or buffer to a file or folder that other tools read.
+    """Write the rows of a batch, buffer or replay log to a file or folder that other tools read.
 
-    Rows are read and written in chunks, so memory use is bounded whatever the buffer's size. The file is written
+    Rows are read and written in chunks, so memory use is bounded whatever the buffer's size; those of a log are made
+    once, while they are written, and the two formats of trajectories hold the rows since the first unfinished
+    trajectory began. The file is written
     under a temporary name and renamed at the end, so ``path`` is never a partial file. `import_parquet` and the other
     importers return the rows bit for bit; ``"minari"`` and ``"lerobot"`` store whole trajectories, so rows come back
     grouped by trajectory.
 
     Args:
-        source: flat batch ``[N]``, or a `flatroll.buffers.ReplayBuffer`, whose rows are written oldest first.
+        source: flat batch ``[N]``, a `flatroll.buffers.ReplayBuffer`, whose rows are written oldest first, or an open
+            `flatroll.datasets.ReplayLog`.
         path: the file to create (a folder for ``"minari"`` and ``"lerobot"``).
         format: ``"parquet"``, ``"arrow"`` (an IPC file), ``"pandas"`` (Parquet that `pandas.read_parquet` reads as the
             frame of `to_pandas`), ``"minari"``, ``"lerobot"`` (version 3) or ``"h5"``. Default: from the suffix
@@ -111,7 +114,8 @@ def export(
         ImportError: the format's library is missing; the message names the extra.
         FileExistsError: ``path`` exists.
         FileNotFoundError, PermissionError: the parent folder does not exist or is not writable.
-        TypeError: ``source`` is neither a batch nor a buffer, or the format does not support an entry's type.
+        ReplayMismatchError: the env of a log makes other rows than those that were collected.
+        TypeError: ``source`` is neither a batch nor a buffer nor a log, or the format does not support an entry's type.
         ValueError: the format or suffix is unknown, the two disagree, there are no rows, or the format cannot hold
             them (n-step data in episodes, for example).
 

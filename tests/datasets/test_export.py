@@ -14,13 +14,14 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from replay_logs import by_trajectory
 from tensordict import TensorDict, TensorDictBase
 
 from flatroll import export as module
 from flatroll.buffers import LazyTensorStorage, ListStorage, ReplayBuffer
 from flatroll.datasets import read_rlds
 from flatroll.datasets.formats.sources import open_source, read_episodes
-from flatroll.layout import TRAJ_IDS, audit
+from flatroll.layout import audit
 from flatroll.rollouts import Collector, batch_spec
 
 FORMATS = ["parquet", "arrow", "pandas", "h5", "minari", "lerobot"]
@@ -113,13 +114,6 @@ def check_same(batch: TensorDictBase, again: TensorDictBase) -> None:
         old, new = batch.get(key), again.get(key)
         assert (new.dtype, new.shape) == (old.dtype, old.shape), key
         assert new.contiguous().numpy().tobytes() == old.contiguous().numpy().tobytes(), key
-
-
-def by_trajectory(batch: TensorDictBase) -> TensorDictBase:
-    """The rows in order of trajectories, which come in the order in which they began."""
-    ids = batch[TRAJ_IDS].tolist()
-    began = {number: place for place, number in reversed(list(enumerate(ids)))}
-    return batch[torch.tensor(sorted(range(len(ids)), key=lambda row: (began[ids[row]], row)))]
 
 
 def expected(format: str, batch: TensorDictBase) -> TensorDictBase:
@@ -468,7 +462,7 @@ def test_a_name_that_is_taken_is_refused_and_kept(format: str, tmp_path: Path) -
 def test_a_process_that_is_killed_leaves_nothing_under_the_name(format: str, tmp_path: Path) -> None:
     """It is killed by ``kill -9`` once some rows are written; the next one makes the file."""
     batch, (ready, told) = torch.cat([window(number) for number in range(3)]), os.pipe()
-    reads_before = 12 if format in ("minari", "lerobot", "h5") else 3  # these look for the episodes first
+    reads_before = 12 if format in IN_EPISODES else 3  # these look for the episodes first
     child = os.fork()
     if not child:
         try:

@@ -1,6 +1,7 @@
 """Envs whose rows are logged, and comparisons of rows, for the tests of `ReplayLog`."""
 
 from collections.abc import Callable
+from inspect import isclass, isfunction
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,13 @@ def cat(parts: Any) -> Any:
     return torch.cat(parts)
 
 
+def by_trajectory(batch: Any) -> Any:
+    """The rows in order of trajectories, which come in the order in which they began."""
+    ids = batch["collector", "traj_ids"].tolist()
+    began = {number: place for place, number in reversed(list(enumerate(ids)))}
+    return batch[torch.tensor(sorted(range(len(ids)), key=lambda row: (began[ids[row]], row)))]
+
+
 def as_bytes(column: Tensor) -> bytes:
     raw: bytes = column.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return raw
@@ -70,6 +78,17 @@ def check_slices(log: ReplayLog, expected: TensorDict, count: int = 8, **how: bo
     for first in draw.integers(0, len(expected), count).tolist():
         end = min(first + int(draw.integers(1, 70)), len(expected))
         assert_equal(log.rows(first, end), expected[first:end], **how)
+
+
+def check_log(path: Path, env: Any, **arguments: Any) -> TensorDict:
+    """Collect from an env, or a function that makes it; the log makes the same rows again. Return them."""
+    arguments = {"batches": 4, "rows": 48, **arguments}
+    rows = collect(path, env, **arguments)
+    create_env_fn = env if isfunction(env) or isclass(env) else None
+    with ReplayLog(path, create_env_fn=create_env_fn) as log:
+        assert log.kept == 0
+        check_slices(log, rows, 3)
+    return rows
 
 
 class Walk(gym.Env[Any, Any]):

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 
 from flatroll.datasets.formats.episodes import damage_in
-from flatroll.datasets.formats.sources import CHUNK_BYTES, Source, first_rows
+from flatroll.datasets.formats.sources import CHUNK_BYTES, Source, first_rows, select_markers
 from flatroll.disk.files import SteadyFile
 from flatroll.layout.checks import check_whole_number, optional_package
 from flatroll.layout.export import from_numpy, to_numpy
@@ -30,21 +30,23 @@ def write_h5(source: Source, path: Path, **h5_kwargs: Any) -> None:
         ValueError: an entry is named ``_first_rows``, or has "/" in its name.
     """
     h5py = optional_package("h5py", "h5", "export")
-    if source.read(torch.arange(1)).get(FIRST_ROWS, None) is not None:
+    first = source.read(torch.arange(1))
+    if first.get(FIRST_ROWS, None) is not None:
         raise ValueError(
             f"entry {FIRST_ROWS!r} has the name that the file uses for first rows: rename the entry first"
         )
 
-    for key in source.read(torch.arange(1)).keys(True, True):
+    for key in first.keys(True, True):
         if any("/" in name for name in as_tuple(key)):
             raise ValueError(
                 f"entry {key!r} has '/' in its name, which separates groups in HDF5 files: rename it first"
             )
 
-    starts = first_rows(source)
+    markers = []
     with SteadyFile(path) as raw, h5py.File(raw, "w") as file:
         row = 0
         for chunk in source.chunks():
+            markers.append(select_markers(chunk))
             for name, array in to_numpy(chunk, separator="/").items():
                 if not row:
                     shape = (source.rows, *array.shape[1:])
@@ -58,6 +60,7 @@ def write_h5(source: Source, path: Path, **h5_kwargs: Any) -> None:
             row += len(chunk)
             raw.check()
 
+        starts = first_rows(markers)
         if starts is not None:
             file.create_dataset(FIRST_ROWS, data=starts.numpy(), **h5_kwargs)
         file.close()

@@ -1,8 +1,8 @@
-"""Helpers for writers of files: rows of a batch or buffer in chunks, and atomic files."""
+"""Helpers for writers of files: rows of a batch, buffer or replay log in chunks, and atomic files."""
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -12,6 +12,8 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from flatroll.buffers import ReplayBuffer
+from flatroll.datasets.replay_log.log import ReplayLog
+from flatroll.datasets.replay_log.recipe import CannotRemakeError
 from flatroll.disk import files
 from flatroll.layout.boundaries import run_starts
 from flatroll.layout.checks import check_rows, check_whole_number
@@ -27,6 +29,7 @@ from flatroll.layout.keys import (
     optional_marker,
 )
 from flatroll.layout.ted import is_shift, rows_equal
+from flatroll.specs import as_space
 
 CHUNK_BYTES = 32 << 20  # bytes of rows in memory at a time
 
@@ -36,10 +39,13 @@ class Source(NamedTuple):
 
     Attributes:
         rows: number of rows.
-        read: returns the flat batch of some of them, by their numbers 0 ... rows - 1, int64 ``[n]``.
+        read: returns the flat batch of some of them, by their numbers 0 ... rows - 1, int64 ``[n]``; of a source with
+            ``trajectories``, the numbers are consecutive.
         chunk_rows: how many to read at a time.
         advance: is called with the number of rows that a writer is done with.
         space_of: returns the Gymnasium space of an entry, or None: what the buffer knows of its collector's rows.
+        trajectories: yields each trajectory whole, as `read_episodes` does, of a source whose rows are best read once
+            and in order. None: they are found by the markers.
     """
 
     rows: int
@@ -47,6 +53,7 @@ class Source(NamedTuple):
     chunk_rows: int
     advance: Callable[[int], Any] = int
     space_of: Callable[[NestedKey], Any] = lambda key: None
+    trajectories: Callable[[], Iterator[TensorDictBase]] | None = None
 
     def chunks(self) -> Iterator[TensorDictBase]:
         """Yield all rows in order, at most ``chunk_rows`` at a time."""
@@ -56,19 +63,22 @@ class Source(NamedTuple):
             self.advance(end - first)
 
 
-def open_source(source: TensorDictBase | ReplayBuffer, chunk_rows: int | None = None) -> Source:
-    """Return the rows of a flat batch, or those that a buffer stores, in the order in which they were written.
+def open_source(source: TensorDictBase | ReplayBuffer | ReplayLog, chunk_rows: int | None = None) -> Source:
+    """Return the rows of a flat batch, a buffer or a log, in the order in which they were written.
 
     A buffer's rows are those of ``buffer[...]``, after its transforms; with several lanes, lane after lane.
 
     Args:
-        source: flat batch ``[N]``, or a `flatroll.buffers.ReplayBuffer`.
+        source: flat batch ``[N]``, a `flatroll.buffers.ReplayBuffer`, or an open `flatroll.datasets.ReplayLog`.
         chunk_rows: rows to read at a time. Default: 32 MiB.
 
     Raises:
-        TypeError: ``source`` is neither, or a buffer whose items are not rows.
+        TypeError: ``source`` is none of these, or a buffer whose items are not rows.
         ValueError: it has no rows, is not ``[N]``, or ``chunk_rows`` is below 1.
     """
+    if isinstance(source, ReplayLog):
+        return _open_log(source, chunk_rows)
+
     if isinstance(source, TensorDictBase):
         check_rows(source, values=True)
         if source.batch_dims != 1:
@@ -85,10 +95,12 @@ def open_source(source: TensorDictBase | ReplayBuffer, chunk_rows: int | None = 
         slots = source.ring.stored().reshape(-1, lanes.numel()).T.reshape(-1)
         rows = len(slots)
     else:
-        raise TypeError(f"source must be a flat batch or a ReplayBuffer, got {type(source).__name__}")
+        raise TypeError(
+            f"source must be a flat batch, a ReplayBuffer or a ReplayLog, got {type(source).__name__}"
+        )
 
     if not rows:
-        raise ValueError("source has no rows: there is nothing to export")
+        raise _no_rows_error()
 
     def read(numbers: Tensor) -> TensorDictBase:
         places: Any = numbers if slots is None else slots[numbers]
@@ -99,27 +111,72 @@ def open_source(source: TensorDictBase | ReplayBuffer, chunk_rows: int | None = 
             raise TypeError(f"the buffer's items must be rows of tensors, got {type(found).__name__}")
         return found
 
-    if chunk_rows is None:
-        chunk_rows = max(1, CHUNK_BYTES // max(1, read(torch.arange(1)).bytes()))
-    made = Source(rows, read, check_whole_number("chunk_rows", chunk_rows))
+    made = Source(rows, read, _check_chunk_rows(chunk_rows, read))
     if isinstance(source, ReplayBuffer):
         return made._replace(space_of=source.noted_space)
     return made
 
 
-def first_rows(source: Source) -> Tensor | None:
-    """Return the number of the first row of each run, int64 ``[R]`` on the CPU; None without markers."""
-    markers = _markers(source)
+def _open_log(log: ReplayLog, chunk_rows: int | None) -> Source:
+    """Return the rows of a log, which are made while they are read."""
+    if not len(log):
+        raise _no_rows_error()
+
+    def read(numbers: Tensor) -> TensorDictBase:
+        first = int(numbers[0])
+        return log.rows(first, first + len(numbers))
+
+    def space_of(key: NestedKey) -> Any:
+        try:
+            spec = log.spec.get(key, None)
+        except CannotRemakeError:
+            return None  # all rows are kept themselves: no env is needed
+        if spec is None:
+            return None
+        return as_space(spec[0])
+
+    chosen = _check_chunk_rows(chunk_rows, read)
+    return Source(
+        len(log),
+        read,
+        chosen,
+        space_of=space_of,
+        trajectories=lambda: log.trajectories(rows_at_once=chosen),
+    )
+
+
+def _check_chunk_rows(chunk_rows: int | None, read: Callable[[Tensor], TensorDictBase]) -> int:
+    """Return how many rows to read at a time; by default those of `CHUNK_BYTES`."""
+    if chunk_rows is None:
+        chunk_rows = max(1, CHUNK_BYTES // max(1, read(torch.arange(1)).bytes()))
+    return check_whole_number("chunk_rows", chunk_rows)
+
+
+def _no_rows_error() -> ValueError:
+    """Return the error for a source without rows."""
+    return ValueError("source has no rows: there is nothing to export")
+
+
+def select_markers(chunk: TensorDictBase, *others: NestedKey) -> TensorDictBase:
+    """Return a copy of a chunk's boundary markers, and of those of ``others`` that exist."""
+    return chunk.select(IS_INIT, DONE, TRAJ_IDS, *others, strict=False).clone()
+
+
+def first_rows(parts: Sequence[TensorDictBase]) -> Tensor | None:
+    """Return the number of the first row of each run, int64 ``[R]`` on the CPU; None without markers.
+
+    Args:
+        parts: the markers of all rows, chunk by chunk (`select_markers`).
+    """
+    markers = _join_markers(parts)
     if markers is None:
         return None
     return run_starts(markers).nonzero().squeeze(-1).cpu()
 
 
-def _markers(source: Source, *others: NestedKey) -> TensorDict | None:
-    """Return the boundary markers of all rows, and those of ``others`` that exist."""
-    chunks = source._replace(advance=int).chunks()  # without the progress bar of writing
-    parts = [chunk.select(IS_INIT, DONE, TRAJ_IDS, *others, strict=False).clone() for chunk in chunks]
-    markers = cast(TensorDict, TensorDict.cat(parts))
+def _join_markers(parts: Sequence[TensorDictBase]) -> TensorDict | None:
+    """Return the markers of all rows; None if there are none."""
+    markers = cast(TensorDict, TensorDict.cat(list(parts)))
     kept = any(markers.get(key, None) is not None for key in (IS_INIT, DONE, TRAJ_IDS))
     if kept:
         return markers
@@ -135,7 +192,14 @@ def read_episodes(source: Source) -> Iterator[TensorDictBase]:
     Raises:
         KeyError: there is no boundary marker.
     """
-    markers = _markers(source, STEP_COUNT)
+    if source.trajectories is not None:
+        for rows in source.trajectories():
+            yield rows
+            source.advance(len(rows))
+        return
+
+    chunks = source._replace(advance=int).chunks()  # without the progress bar of writing
+    markers = _join_markers([select_markers(chunk, STEP_COUNT) for chunk in chunks])
     marked = TensorDict({}, [source.rows]) if markers is None else markers
     starts = run_starts(marked)
     assert markers is not None  # without markers run_starts has raised

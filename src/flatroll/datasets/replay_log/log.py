@@ -1,6 +1,8 @@
 """`ReplayLog`: reads a log, and makes its rows again."""
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Self
 
@@ -14,10 +16,13 @@ from flatroll.datasets.replay_log.recorder import read_description, unchanged_ge
 from flatroll.datasets.replay_log.replay import Layout, Replayer
 from flatroll.datasets.replay_log.windows import Windows
 from flatroll.disk.folder import Folder
+from flatroll.layout.boundaries import run_starts
 from flatroll.layout.checks import check_function, check_path, check_whole_number
 from flatroll.layout.inspect.text import Facts
-from flatroll.layout.keys import NestedKey
+from flatroll.layout.keys import DONE, NestedKey
 from flatroll.rollouts.arguments import EnvSource, env_function
+from flatroll.rollouts.batch_columns import spec_of_columns
+from flatroll.specs import Composite
 
 
 class ReplayLog(Facts):
@@ -73,6 +78,7 @@ class ReplayLog(Facts):
         self._windows = Windows(folder, self._recipe.num_envs, len(self._layout.actions))
         self._windows.load()
         self._replayer: Replayer | None = None
+        self._spec: Composite | None = None
 
     @classmethod
     def from_rows(
@@ -88,7 +94,7 @@ class ReplayLog(Facts):
     ) -> Self:
         """Write a log of rows that were collected without one, and open it.
 
-        Their actions are played again, and every column of every row is compared, so the rows can be deleted afterwards.
+        Their actions are played again, and every column of every row is compared, so the rows may be deleted.
 
         Args:
             path: a new folder.
@@ -178,6 +184,101 @@ class ReplayLog(Facts):
         with unchanged_generators():
             return self._make_replayer().rows(first, end)
 
+    def trajectories(self, *, rows_at_once: int = 65_536) -> Iterator[TensorDict]:
+        """Yield each trajectory whole, as a flat batch ``[T]``, in the order in which they began.
+
+        Those that a batch of the collector cut are joined; the ones at the end of the log, and before lost rows, end
+        without ``done``. All rows are made once, and in order. In memory are those since the first unfinished
+        trajectory began.
+
+        Args:
+            rows_at_once: rows to make at a time, of whole batches of the collector. Default 65,536.
+
+        Raises:
+            ReplayMismatchError: the env makes other rows.
+
+        >>> import gymnasium as gym, tempfile
+        >>> from flatroll.rollouts import Collector
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     env = gym.make("CartPole-v1", max_episode_steps=8)
+        ...     collector = Collector(env, frames_per_batch=5, total_frames=20, seed=0, log=f"{folder}/run.replay")
+        ...     batches = list(collector)
+        ...     with ReplayLog(f"{folder}/run.replay") as log:
+        ...         print([len(trajectory) for trajectory in log.trajectories()])
+        [8, 8, 4]
+        """
+        check_whole_number("rows_at_once", rows_at_once)
+        return self._trajectories(rows_at_once)
+
+    def _trajectories(self, rows_at_once: int) -> Iterator[TensorDict]:
+        waiting: deque[_Trajectory] = deque()
+        newest: dict[int, _Trajectory] = {}  # by env
+
+        windows = self._windows
+        first = 0
+        for number, end in enumerate(windows.ends):
+            begin = windows.begins(first)
+            if end - begin < rows_at_once and number + 1 < len(windows):
+                continue
+            if begin < end:
+                self._add_parts(self.rows(begin, end), range(first, number + 1), waiting, newest)
+            while waiting and waiting[0].is_over:
+                yield waiting.popleft().join()
+            first = number + 1
+
+        while waiting:
+            yield waiting.popleft().join()
+
+    def _add_parts(
+        self,
+        batch: TensorDict,
+        numbers: range,
+        waiting: "deque[_Trajectory]",
+        newest: "dict[int, _Trajectory]",
+    ) -> None:
+        """Add the rows of some windows to the trajectories that they continue or begin."""
+        counts = np.concatenate([self._windows.counts(number) for number in numbers])
+        envs = np.tile(np.arange(self.num_envs), len(numbers)).repeat(counts)
+        first_of_env = (counts.cumsum() - counts)[counts > 0]
+
+        starts = run_starts(batch, **self._layout.marks).numpy(force=True).copy()
+        starts[first_of_env] = True
+        begins = starts.nonzero()[0].tolist()
+        ends = [*begins[1:], len(batch)]
+
+        is_init = batch.get(self._layout.init).reshape(-1)
+        done = batch.get(DONE).reshape(-1)
+        for begin, end in zip(begins, ends, strict=True):
+            env = int(envs[begin])
+            trajectory = newest.get(env)
+            if trajectory is None or trajectory.is_over or is_init[begin]:
+                if trajectory is not None:
+                    trajectory.is_over = True
+                trajectory = _Trajectory([])
+                newest[env] = trajectory
+                waiting.append(trajectory)
+
+            trajectory.parts.append(batch[begin:end])
+            trajectory.is_over = bool(done[end - 1])
+
+    @property
+    def spec(self) -> Composite:
+        """The spec of the rows, shape ``(-1,)``, as ``collector.spec`` has it: what `ReplayBuffer.note_spec` takes.
+
+        The first call makes the env.
+
+        Raises:
+            ValueError: the env was made by a function, which was not passed.
+        """
+        if self._spec is None:
+            with unchanged_generators():
+                maker = EnvMaker(self._recipe, self._function)
+                facts = maker.whole()
+                self._spec = spec_of_columns(facts.keys, facts.env)
+                facts.env.close()
+                maker.close()
+        return self._spec
+
     def _make_replayer(self) -> Replayer:
         """Return what makes the rows; its envs are open until the log is closed."""
         if self._replayer is None:
@@ -257,6 +358,25 @@ class ReplayLog(Facts):
         if installable:
             text += f". To have them again: pip install {' '.join(installable)}"
         return text
+
+
+@dataclass
+class _Trajectory:
+    """A trajectory of which further rows may come.
+
+    Attributes:
+        parts: its rows so far.
+        is_over: whether these are all.
+    """
+
+    parts: list[TensorDict]
+    is_over: bool = False
+
+    def join(self) -> TensorDict:
+        """Return its rows, which share no memory with others."""
+        joined: Any = torch.cat(self.parts)
+        rows: TensorDict = joined
+        return rows
 
 
 def describe_log(log: ReplayLog) -> str:

@@ -4,7 +4,7 @@ import copy
 import inspect
 import platform
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from importlib import import_module, metadata
@@ -25,6 +25,7 @@ from flatroll.wrappers.adapt_env import adapt_env, find_stream
 from flatroll.wrappers.compact import CompactObs, ObservationDelta
 from flatroll.wrappers.gym_source import GymSource
 from flatroll.wrappers.markers import InitTracker, RecurrentPrimer, RewardSum, StepCounter, TrajId
+from flatroll.wrappers.on_jax.functional import FunctionalEnv
 from flatroll.wrappers.source import DtypeView, SourceView, innermost, layers
 from flatroll.wrappers.stream import VectorStream
 
@@ -362,6 +363,8 @@ def _name_of(source: Any, envs: list[dict[str, Any]]) -> str:
     env = source.env if source.env is not None else source
     if isinstance(env, SyncVectorEnv):
         env = env.envs[0]
+    if isinstance(env, FunctionalEnv):
+        return env.name
     return type(getattr(env, "unwrapped", env)).__name__
 
 
@@ -593,15 +596,27 @@ def _packages_of(env: Any) -> Iterable[str]:
     parts = [env]
     if isinstance(env, SyncVectorEnv):
         parts += env.envs[:1]
+    if isinstance(env, FunctionalEnv):
+        yield from ("jax", "jaxlib")
+        parts += _held_by(env.reset) + _held_by(env.step)
     for part in parts:
         spec = getattr(part, "spec", None)
         bases = type(getattr(part, "unwrapped", part)).__mro__
-        modules = [kind.__module__ for kind in bases] + [str(getattr(spec, "entry_point", ""))]
+        modules = [kind.__module__ for kind in bases]
+        modules += [str(getattr(part, "__module__", "")), str(getattr(spec, "entry_point", ""))]
         for module in modules:
             yield _BESIDE.get(module.split(".")[0], module.split(".")[0])
             for word, distribution in _BESIDE.items():
                 if word in module:
                     yield distribution
+
+
+def _held_by(function: Any) -> list[Any]:
+    """Return a function, and what it refers to: the env whose methods it calls."""
+    held = [function, getattr(function, "__self__", None)]
+    with suppress(ValueError):  # a variable without a value
+        held += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    return held
 
 
 def differing_versions(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
