@@ -19,7 +19,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -73,9 +73,11 @@ class Contender(Protocol):
 
     def write(self, rows: Rows) -> float:
         """Write a window; return the seconds of processor time that the buffer's own calls took."""
+        ...
 
     def sample(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return observations, next observations and rewards ``[128]`` of random rows."""
+        ...
 
 
 class Flat:
@@ -269,7 +271,7 @@ def read_beside(make: Callable[[int], Contender], folder: Path, sizes: Sizes) ->
 
     def write(until: Callable[[], bool]) -> list[float]:
         """Write windows again and again, each time with numbers and games of their own."""
-        seconds = []
+        seconds: list[float] = []
         while True:
             for rows in given:
                 if until():
@@ -331,7 +333,7 @@ def for_seconds(seconds: float) -> Callable[[], bool]:
     return lambda: time.perf_counter() >= end
 
 
-def mean(scores: Sequence[float]) -> str:
+def mean(scores: Any) -> str:
     if not len(scores):
         return "-"
     return f"{statistics.fmean(scores):,.0f}"

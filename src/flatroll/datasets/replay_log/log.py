@@ -374,8 +374,8 @@ class _Trajectory:
 
     def join(self) -> TensorDict:
         """Return its rows, which share no memory with others."""
-        joined: Any = torch.cat(self.parts)
-        rows: TensorDict = joined
+        parts: list[Any] = self.parts
+        rows: TensorDict = torch.cat(parts)
         return rows
 
 
