@@ -375,7 +375,8 @@ class _Trajectory:
     def join(self) -> TensorDict:
         """Return its rows, which share no memory with others."""
         parts: list[Any] = self.parts
-        rows: TensorDict = torch.cat(parts)
+        joined: Any = torch.cat(parts)
+        rows: TensorDict = joined
         return rows
 
 
