@@ -245,6 +245,8 @@ class SteadyFile(io.RawIOBase):
         path: of the file.
     """
 
+    _descriptor = -1  # until the file is locked
+
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._descriptor = lock(path)
@@ -264,7 +266,7 @@ class SteadyFile(io.RawIOBase):
 
     @override
     def close(self) -> None:
-        if not self.closed:
+        if not self.closed and self._descriptor >= 0:
             close(self._descriptor)
         super().close()
 

@@ -88,7 +88,7 @@ class ReplayLog(Facts):
     ) -> Self:
         """Write a log of rows that were collected without one, and open it.
 
-        Their actions are played again, and every column of every row is compared, so the rows can be deleted afterwards.
+        Their actions are played again, and every column of every row is compared, so the rows may be deleted.
 
         Args:
             path: a new folder.
