@@ -73,9 +73,11 @@ class Contender(Protocol):
 
     def write(self, rows: Rows) -> float:
         """Write a window; return the seconds of processor time that the buffer's own calls took."""
+        ...
 
     def sample(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return observations, next observations and rewards ``[128]`` of random rows."""
+        ...
 
 
 class Flat:
@@ -269,7 +271,7 @@ def read_beside(make: Callable[[int], Contender], folder: Path, sizes: Sizes) ->
 
     def write(until: Callable[[], bool]) -> list[float]:
         """Write windows again and again, each time with numbers and games of their own."""
-        seconds = []
+        seconds: list[float] = []
         while True:
             for rows in given:
                 if until():
@@ -282,7 +284,7 @@ def read_beside(make: Callable[[int], Contender], folder: Path, sizes: Sizes) ->
 
     def read(until: Callable[[], bool]) -> tuple[list[float], int]:
         """Sample; return the seconds of each call, and the number of rows that are not what was written."""
-        seconds = []
+        seconds: list[float] = []
         torn = 0
         while not until():
             begun = time.perf_counter()
@@ -332,7 +334,7 @@ def for_seconds(seconds: float) -> Callable[[], bool]:
 
 
 def mean(scores: Sequence[float]) -> str:
-    if not len(scores):
+    if not scores:
         return "-"
     return f"{statistics.fmean(scores):,.0f}"
 
@@ -372,7 +374,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         scores = play_all(folder, ENVS, sizes.steps)
-        at_random = alone(play, 0, RANDOM_STEPS, plans=False).scores
+        at_random = alone(play, 0, RANDOM_STEPS, plans=False).scores.tolist()
         print(
             f"MsPacman, {ENVS} envs, {sizes.steps * ENVS:,} rows of 4 x 84 x 84 bytes, one thread. Games that ended: "
             f"{len(scores)}, mean score {mean(scores)} (at random: {mean(at_random)})\n",

@@ -6,6 +6,7 @@ preprocessed as usual: a frame of 84 x 84 gray bytes every four frames of the em
 of four.
 """
 
+import importlib
 import multiprocessing
 import random
 from functools import partial
@@ -44,15 +45,16 @@ class Stream(NamedTuple):
         """Return the observations ``[n, 4, 84, 84]`` of steps, or with ``later=1`` their next observations."""
         newest = self.now[steps] + later
         ages = np.arange(STACK - 1, -1, -1)
-        return self.frames[np.maximum(newest[:, None] - ages, self.first[steps, None])]
+        stacks: NDArray[np.uint8] = self.frames[np.maximum(newest[:, None] - ages, self.first[steps, None])]
+        return stacks
 
 
 class Planner:
     """Chooses directions by trying them on an emulator of its own."""
 
     def __init__(self, seed: int) -> None:
-        import ale_py
-        from ale_py import roms
+        ale_py: Any = importlib.import_module("ale_py")
+        roms: Any = importlib.import_module("ale_py.roms")
 
         self.random = random.Random(seed)
         self.emulator: Any = ale_py.ALEInterface()
@@ -79,7 +81,7 @@ class Planner:
         worth = 0.0
         for frame in range(LOOK_AHEAD):
             share = 1.0 - frame / (2 * LOOK_AHEAD)
-            worth += self.emulator.act(self.actions[direction]) * share
+            worth += float(self.emulator.act(self.actions[direction])) * share
             if self.emulator.lives() < lives or self.emulator.game_over():
                 return worth - 1000.0 * share
         return worth
@@ -87,11 +89,10 @@ class Planner:
 
 def play(seed: int, steps: int, plans: bool = True) -> Stream:
     """Play games one after another; without ``plans`` at random."""
-    import ale_py
     import gymnasium as gym
     from gymnasium.wrappers import AtariPreprocessing
 
-    gym.register_envs(ale_py)
+    gym.register_envs(importlib.import_module("ale_py"))
     env = AtariPreprocessing(gym.make(GAME, frameskip=1))
     planner = Planner(seed)
     frame, _ = env.reset(seed=seed)
