@@ -19,7 +19,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -284,7 +284,7 @@ def read_beside(make: Callable[[int], Contender], folder: Path, sizes: Sizes) ->
 
     def read(until: Callable[[], bool]) -> tuple[list[float], int]:
         """Sample; return the seconds of each call, and the number of rows that are not what was written."""
-        seconds = []
+        seconds: list[float] = []
         torn = 0
         while not until():
             begun = time.perf_counter()
@@ -333,8 +333,8 @@ def for_seconds(seconds: float) -> Callable[[], bool]:
     return lambda: time.perf_counter() >= end
 
 
-def mean(scores: Any) -> str:
-    if not len(scores):
+def mean(scores: Sequence[float]) -> str:
+    if not scores:
         return "-"
     return f"{statistics.fmean(scores):,.0f}"
 
@@ -374,7 +374,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         scores = play_all(folder, ENVS, sizes.steps)
-        at_random = alone(play, 0, RANDOM_STEPS, plans=False).scores
+        at_random = alone(play, 0, RANDOM_STEPS, plans=False).scores.tolist()
         print(
             f"MsPacman, {ENVS} envs, {sizes.steps * ENVS:,} rows of 4 x 84 x 84 bytes, one thread. Games that ended: "
             f"{len(scores)}, mean score {mean(scores)} (at random: {mean(at_random)})\n",

@@ -53,11 +53,11 @@ class Planner:
     """Chooses directions by trying them on an emulator of its own."""
 
     def __init__(self, seed: int) -> None:
-        ale: Any = importlib.import_module("ale_py")
+        ale_py: Any = importlib.import_module("ale_py")
         roms: Any = importlib.import_module("ale_py.roms")
 
         self.random = random.Random(seed)
-        self.emulator: Any = ale.ALEInterface()
+        self.emulator: Any = ale_py.ALEInterface()
         self.emulator.setFloat("repeat_action_probability", 0.0)
         self.emulator.loadROM(roms.get_rom_path(ROM))
         self.actions = list(self.emulator.getMinimalActionSet())
@@ -78,7 +78,7 @@ class Planner:
         """Return the score of 60 frames in this direction, the early ones worth up to twice as much."""
         self.emulator.restoreState(state)
         lives = self.emulator.lives()
-        worth: float = 0.0
+        worth = 0.0
         for frame in range(LOOK_AHEAD):
             share = 1.0 - frame / (2 * LOOK_AHEAD)
             worth += float(self.emulator.act(self.actions[direction])) * share
