@@ -322,7 +322,8 @@ class _Trajectory:
 
     def join(self) -> TensorDict:
         """Return its rows, which share no memory with others."""
-        joined: Any = torch.cat(self.parts)
+        parts: Any = self.parts
+        joined: Any = torch.cat(parts)
         rows: TensorDict = joined
         return rows
 
