@@ -23,7 +23,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "modules": ("layout", "kernels"),
     "estimators": ("layout", "kernels", "modules"),
     "trees": ("layout", "kernels", "specs", "buffers"),
-    "datasets": ("layout", "sharing", "disk", "wrappers", "rollouts", "buffers"),
+    "datasets": ("layout", "sharing", "disk", "specs", "wrappers", "rollouts", "buffers"),
     "text": ("layout", "buffers"),
     "deploy": ("layout", "disk", "wrappers", "modules"),
     "trainers": ("layout", "kernels", "specs", "wrappers", "rollouts", "buffers", "modules", "estimators"),

@@ -374,7 +374,7 @@ class _Trajectory:
 
     def join(self) -> TensorDict:
         """Return its rows, which share no memory with others."""
-        parts: list[Any] = self.parts
+        parts: Any = self.parts
         joined: Any = torch.cat(parts)
         rows: TensorDict = joined
         return rows
