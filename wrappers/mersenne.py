@@ -78,9 +78,7 @@ def words_of(generator: np.random.MT19937) -> npt.NDArray[np.uint32]:
     return np.append(inner["key"], inner["pos"]).astype(np.uint32)
 
 
-def draws_until(
-    generator: np.random.MT19937, words: npt.NDArray[np.uint32], most_rounds: int
-) -> int | None:
+def draws_until(generator: np.random.MT19937, words: npt.NDArray[np.uint32], most_rounds: int) -> int | None:
     """Advance a generator to a state; return how many numbers were drawn, None if it is not found.
 
     Args:

@@ -19,6 +19,7 @@ from torch import Tensor
 from flatroll.datasets.replay_log.actions import codes_of
 from flatroll.datasets.replay_log.digests import checksums
 from flatroll.datasets.replay_log.generators import generator_of, generator_words, single_envs
+from flatroll.datasets.replay_log.marks import encode_marks
 from flatroll.datasets.replay_log.recipe import EnvMaker, Recipe, describe, differing_versions, versions_here
 from flatroll.datasets.replay_log.replay import (
     ColumnForm,
@@ -110,7 +111,9 @@ class Recorder:
         self._due = np.ones(self._num_envs, bool)
         # Saved states that no row belongs to yet: env, -1 for all, rows since the last window, and the state.
         self._saved: list[tuple[int, Ints, bytes]] = []
-        self._far: Ints = np.zeros(self._num_envs, np.int64)  # rows since the last point to start from, of each env
+        self._far: Ints = np.zeros(
+            self._num_envs, np.int64
+        )  # rows since the last point to start from, of each env
         self._codes: dict[int, StateCode] = {}
         self._saves = states_problem(logged.facts, alone=self._recipe.alone) is None
         self._restarts_suffice: bool | None = None  # whether a generator's state does; None: not known
@@ -232,6 +235,7 @@ class Recorder:
             outputs=outputs,
             events=self._take_events(counts),
             restarts=self._take_restarts(batch, np.asarray(mask), counts),
+            marks=encode_marks(_flags(batch, layout.init), _flags(batch, DONE), counts),
             **self._take_saved(counts),
         )
         if self._why is None:
@@ -485,6 +489,11 @@ class Recorder:
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+def _flags(batch: TensorDict, key: NestedKey) -> Any:
+    """Return a column of flags, bool ``[N]``, in NumPy."""
+    return batch.get(key).reshape(-1).cpu().numpy()
 
 
 def _number_of(env: int) -> int | None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from flatroll.datasets.replay_log.actions import MOST_NUMBERS, ActionCode, as_tree
 from flatroll.datasets.replay_log.digests import Words, checksums, digest_batch
 from flatroll.datasets.replay_log.generators import restore
+from flatroll.datasets.replay_log.marks import decode_marks
 from flatroll.datasets.replay_log.recipe import EnvMaker
 from flatroll.datasets.replay_log.state_code import StateCode
 from flatroll.datasets.replay_log.states import RECENT, actions_before, put_state, state_of, states_from
@@ -26,7 +27,7 @@ from flatroll.datasets.replay_log.windows import NEW, UNSEEDED, Event, Ints, Res
 from flatroll.disk.state_tree import DamagedState, from_text, pack, to_text, unpack
 from flatroll.disk.tensor_file import DTYPES, DamagedFileError
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.keys import NestedKey, as_tuple, next_key, plain_key
+from flatroll.layout.keys import DONE, NestedKey, as_tuple, next_key, plain_key
 from flatroll.layout.tensordict_seam import nest
 from flatroll.rollouts.arguments import make_devices
 from flatroll.rollouts.env_facts import EnvFacts
@@ -325,7 +326,9 @@ class Replayer:
         self._next = -1  # the window that the whole env makes next
         self._shown: tuple[int, TensorDict] | None = None  # the last one that it made
         self._decoded: OrderedDict[int, list[Tensor]] = OrderedDict()
-        self._before: Ints = np.zeros(num_envs, np.int64)  # rows of the next window that the whole env has behind it
+        self._before: Ints = np.zeros(
+            num_envs, np.int64
+        )  # rows of the next window that the whole env has behind it
 
         # What rows can begin with besides seeds, and what has led to other rows.
         self._codes: OrderedDict[tuple[int, int], StateCode] = OrderedDict()
@@ -634,7 +637,7 @@ class Replayer:
         origin: Origin,
         state: dict[str, Any] | None,
     ) -> list[TensorDict]:
-        """Make rows of one env from its row ``start`` on, see `env_rows`; ``state`` is a saved one, if that is the origin."""
+        """Make rows of one env from its row ``start`` on, see `env_rows`; ``state`` is that of a `Save`."""
         stage = self._stage(env)
         runner = stage.runner
         events = [event for event in self._windows.events if start < event.rows[env] < end]
@@ -940,6 +943,7 @@ class Replayer:
         chosen[list(envs)] = True
         digests = self._layout.digest(batch)
         if (checksums(digests, counts[chosen]) == window.checksums[chosen]).all():
+            self._check_marks(window, batch, chosen)
             return
 
         rows = np.flatnonzero(np.repeat(chosen, counts))
@@ -948,6 +952,17 @@ class Replayer:
         place = int(wrong[0]) if len(wrong) else 0
         env = int(np.repeat(np.arange(self._num_envs), counts)[rows[place]])
         raise _Differs(self._windows.begins(number) + int(rows[place]), env)
+
+    def _check_marks(
+        self, window: Window, batch: TensorDict, chosen: np.ndarray[Any, np.dtype[np.bool_]]
+    ) -> None:
+        """Raise DamagedFileError if trajectories begin or end elsewhere than the window says."""
+        of_chosen = np.repeat(chosen, window.counts)
+        for key, stored in zip(
+            (self._layout.init, DONE), decode_marks(window.marks, window.counts), strict=True
+        ):
+            if (batch.get(key).reshape(-1).cpu().numpy() != stored[of_chosen]).any():
+                raise DamagedFileError("a window of the log has other ends of trajectories than its rows")
 
     def _with_outputs(self, number: int, batch: TensorDict, env: int | None) -> TensorDict:
         """Add the columns that the policy wrote, for the rows of one env or of all."""

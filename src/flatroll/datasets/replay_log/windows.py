@@ -52,6 +52,7 @@ class Window:
         restarts: int64 ``[m, RESTART]``, states of generators from which an episode can be begun.
         saves: int64 ``[s, SAVE]``, which states were saved, each before a row of its env.
         states: the saved states end to end, see `flatroll.datasets.replay_log.state_code`.
+        marks: where trajectories begin and end, see `flatroll.datasets.replay_log.marks`.
     """
 
     counts: Ints
@@ -64,6 +65,7 @@ class Window:
     restarts: Ints = field(default_factory=lambda: np.zeros((0, RESTART), np.int64))
     saves: Ints = field(default_factory=lambda: np.zeros((0, SAVE), np.int64))
     states: bytes = b""
+    marks: bytes = b""
 
     @property
     def rows(self) -> int:
@@ -87,7 +89,7 @@ class Window:
             "saves": _ragged(torch.from_numpy(self.saves)),
             "is_kept": torch.tensor([bool(self.kept)]),
         }
-        texts = {"outputs": self.outputs, "kept": self.kept, "states": self.states}
+        texts = {"outputs": self.outputs, "kept": self.kept, "states": self.states, "marks": self.marks}
         texts |= {f"action{i}": packed for i, packed in enumerate(self.actions)}
         for name, text in texts.items():
             columns[name] = Ragged(*join_bytes([text]))
@@ -158,7 +160,7 @@ class Windows:
 
     def __init__(self, folder: Folder, num_envs: int, parts: int) -> None:
         self._folder = folder
-        self._num_envs = num_envs
+        self.num_envs = num_envs
         self._parts = parts
         self._recent: OrderedDict[int, Window] = OrderedDict()
         self._recent_bytes = 0
@@ -192,7 +194,7 @@ class Windows:
         """Return how many rows each env has before a window, int64 ``[E]``."""
         if window:
             return self.env_ends[window - 1]
-        return np.zeros(self._num_envs, np.int64)
+        return np.zeros(self.num_envs, np.int64)
 
     def counts(self, window: int) -> Ints:
         """Return how many rows each env has in a window, int64 ``[E]``."""
@@ -220,7 +222,7 @@ class Windows:
                 events = row["events"]
                 restarts = row["restarts"]
                 saves = row["saves"]
-                _check_index(counts, events, restarts, saves, self._num_envs)
+                _check_index(counts, events, restarts, saves, self.num_envs)
                 self._enter(counts, events, restarts, saves, kept=bool(row["is_kept"].any()))
 
     def get(self, number: int) -> Window:
@@ -250,7 +252,7 @@ class Windows:
         """Enter the next window into the index."""
         number = len(self)
         before = self.env_begins(number)
-        envs = self._num_envs
+        envs = self.num_envs
 
         for event in events:
             local = event[1 : 1 + envs]
@@ -314,11 +316,12 @@ class Windows:
                 restarts=row["restarts"],
                 saves=row["saves"],
                 states=row["states"].tobytes(),
+                marks=row["marks"].tobytes(),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedFileError(f"it is not the folder of a replay log: {str(error)[:200]}") from None
 
-        _check_index(window.counts, window.events, window.restarts, window.saves, self._num_envs)
+        _check_index(window.counts, window.events, window.restarts, window.saves, self.num_envs)
         if window.saves[:, 2].sum() != len(window.states):
             raise DamagedFileError("a window of the log has saved states of another length")
         if window.checksums.shape != window.counts.shape:
