@@ -2,7 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -21,7 +21,7 @@ from flatroll.datasets.replay_log.log import describe_log
 from flatroll.datasets.replay_log.marks import Markers, decode_marks, encode_marks
 from flatroll.datasets.replay_log.replay import Replayer
 from flatroll.datasets.replay_log.state_code import StateCode
-from flatroll.datasets.replay_log.windows import Event, Restart, Save, Windows
+from flatroll.datasets.replay_log.windows import NEW, Event, Restart, Save, Windows
 from flatroll.disk import DamagedFileError
 from flatroll.layout.keys import DONE
 from flatroll.rollouts import Collector
@@ -350,47 +350,58 @@ def test_ends_that_are_not_those_of_the_rows_are_damage(
         log.rows(0, 20)
 
 
-class Unseeded(gym.vector.VectorEnv[Any, Any, Any]):
-    """A vector env whose ``reset`` takes no seed: a new one always makes the same rows."""
+class Unseeded:
+    """A simulator in torch whose ``reset`` takes no seed: a new one always makes the same rows."""
 
-    metadata = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}  # noqa: RUF012
     num_envs = 2
-    single_observation_space = gym.spaces.Box(-1, 1, (1,), np.float64)
+    device = torch.device("cpu")
+    single_observation_space = gym.spaces.Box(-1e9, 1e9, (2,))
     single_action_space = gym.spaces.Discrete(2)
-    observation_space = gym.spaces.Box(-1, 1, (2, 1), np.float64)
-    action_space = gym.spaces.MultiDiscrete([2, 2])
+    metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
 
     def __init__(self) -> None:
-        self.random = np.random.default_rng(5)
+        self.generator = torch.Generator().manual_seed(5)
+        self.t = torch.zeros(2)
 
-    def reset(self, *, options: Any = None) -> Any:
-        self.t = np.zeros(2, int)
-        self.start = self.random.random((2, 1))
-        return self.start.copy(), {}
+    def reset(self, options: Any = None) -> Any:
+        self.t = torch.zeros(2)
+        return self.shown(), {}
 
-    def step(self, actions: Any) -> Any:
-        self.t += 1
-        shown = self.start + self.t[:, None] / 1000 + np.asarray(actions)[:, None] / 10
-        ended = self.t == [5, 7]
-        info = {}
-        if ended.any():
-            info = {"final_obs": shown.copy(), "_final_obs": ended}
-            self.start = np.where(ended[:, None], self.random.random((2, 1)), self.start)
-            shown = np.where(ended[:, None], self.start, shown)
-            self.t[ended] = 0
-        return shown, np.ones(2), ended, np.zeros(2, bool), info
+    def shown(self) -> torch.Tensor:
+        return torch.stack([self.t, torch.rand(2, generator=self.generator)], 1)
+
+    def step(self, action: torch.Tensor) -> Any:
+        self.t = self.t + 1 + action
+        ended = self.t > 8
+        last = self.shown()
+        self.t = torch.where(ended, 0, self.t)
+        shown = torch.where(ended[:, None], self.shown(), last)
+        return shown, action.float(), ended, torch.zeros_like(ended), {"final_obs": last}
 
 
-def test_a_vector_env_that_takes_no_seed(tmp_path: Path) -> None:
+class UnseededAndSaved(Unseeded):
+    def get_snapshot(self) -> Any:
+        return {"t": self.t.clone(), "random": self.generator.get_state()}
+
+    def set_snapshot(self, snapshot: Any) -> None:
+        self.t = snapshot["t"].clone()
+        self.generator.set_state(snapshot["random"])
+
+
+@pytest.mark.parametrize("kind", [Unseeded, UnseededAndSaved])
+def test_a_vector_env_that_takes_no_seed(tmp_path: Path, kind: type[Unseeded]) -> None:
     """It is made anew for rows before those that were read, and a buffer of slices samples from it."""
-    rows = collect(tmp_path / "log", Unseeded, batches=10, rows=16)
-    with ReplayLog(tmp_path / "log", create_env_fn=Unseeded) as log:
+    rows = collect(tmp_path / "log", kind, batches=30, rows=16, seed=None)
+    with ReplayLog(tmp_path / "log", create_env_fn=kind) as log:
         assert log.kept == 0
-        assert log._windows.seeds[0].seed == -2
+        assert [event.seed for event in log._windows.seeds] == [NEW]
+        assert bool(log.stats()["states"]) == (kind is UnseededAndSaved)
         check_slices(log, rows)
+        assert log._replayer is not None
+        assert not log._replayer._wrong_saves
 
-        buffer = ReplayBuffer(storage=ReplayLogStorage(log), sampler=SliceSampler(slice_len=4), batch_size=16)
+        buffer = ReplayBuffer(storage=ReplayLogStorage(log), sampler=SliceSampler(slice_len=3), batch_size=12)
         sample, info = buffer.sample(return_info=True)
-        at = info["index"] if not isinstance(info["index"], tuple) else info["index"][0]
+        at = info["index"]
         for key in ("observation", ("next", "observation"), "action"):
             assert torch.equal(sample[key], rows[at][key])
