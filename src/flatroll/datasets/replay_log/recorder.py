@@ -70,7 +70,7 @@ _GAP = 256
 _FAR = 384
 _FAR_TOGETHER = 4 * _FAR  # of all envs: to save their state takes longer
 #: Bytes of saved states for each row.
-_BYTES_PER_ROW = 1.2
+_BYTES_PER_ROW = 1.0
 #: Envs whose first rows are made again at once, to find an env that is not deterministic.
 _TRIED = 4
 #: Resets after lost rows whose first rows are made again at once: so many, and then the 16th, 64th, ...
@@ -342,6 +342,8 @@ class Recorder:
 
         self._since += counts
         self._due = self._since >= _GAP
+        if self._restarts_suffice is False:
+            self._due[:] = False
         if self._asks and self._due.any():
             self._ask()
         return np.array(found, np.int64).reshape(-1, RESTART)

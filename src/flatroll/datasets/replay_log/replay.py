@@ -39,6 +39,7 @@ _ALONE = 3
 _MOST_ALONE = 8  # envs that stay open
 _AT_ONCE = 256  # steps of a window whose rows are not wanted
 _MOST_CODES = 256  # of saved states, that stay in memory
+_TOO_MANY = 4096
 _ENOUGH = 64  # rows after a restart that tell whether it leads to the right ones
 _TREE = "tree"  # name of the description among packed tensors
 
@@ -569,11 +570,11 @@ class Replayer:
     def restart_suffices(self, number: int, env: int) -> bool | None:
         """Return whether the state of its generator alone leads to the rows of an env in a window.
 
-        None if none is before it, or if there are too few rows between to tell.
+        None if none is before it, or if the rows between are too few to tell, or very many.
         """
         begin, end = self._range(Run(env, number, number + 1))[1:]
         restarts = [restart for restart in self._windows.restarts[env] if restart.row <= begin]
-        if not restarts or end - restarts[-1].row < _ENOUGH:
+        if not restarts or not _ENOUGH <= end - restarts[-1].row <= _TOO_MANY:
             return None
         try:
             self.env_rows(env, begin, end, [number], (restarts[-1].row, restarts[-1]))

@@ -247,7 +247,7 @@ def _checksum(text: bytes, parts: Sequence[bytes]) -> int:
 
 
 def _compress(data: bytes, text: bytes) -> bytes:
-    compressor = zlib.compressobj(6, zlib.DEFLATED, -15, zdict=text)
+    compressor = zlib.compressobj(9, zlib.DEFLATED, -15, zdict=text)
     return compressor.compress(data) + compressor.flush()
 
 

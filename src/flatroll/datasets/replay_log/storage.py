@@ -39,7 +39,7 @@ class ReplayLogStorage(ColumnStorage):
 
     Rows cannot be written. Each sample steps the envs of its rows from a state before them and proves the rows by their
     checksums; those of one env in one batch stay in memory, up to ``cache_bytes``. Where envs cannot be stepped alone
-    (envpool, simulators, sticky Atari games), a sample steps all of them from the last seed up to its last row: fill an
+    (envpool, simulators), a sample steps all of them from the last seed or saved state up to its last row: fill an
     ordinary buffer with the rows instead (see the page "A replay log").
 
     Making the buffer makes the rows of the first batch. Where trajectories begin and end is in the log.
