@@ -107,6 +107,18 @@ def test_a_slice_begins_at_a_saved_state(tmp_path: Path, mode: str, starts: Coun
         check_slices(log, rows)
 
 
+def test_bytes_for_states_are_shared_by_all_envs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No env waits for ever because those of lower numbers are served first."""
+    monkeypatch.setattr(recorder, "_BYTES_PER_ROW", 1)
+    collect(tmp_path / "log", many(Hidden), batches=60, rows=90)
+    with ReplayLog(tmp_path / "log", create_env_fn=many(Hidden)) as log:
+        counts = [len(saves) for saves in log._windows.saves]
+        assert min(counts) >= 3
+        assert max(counts) - min(counts) <= 3
+        spent = sum(int(log._windows.get(number).saves[:, 2].sum()) for number in range(60))
+        assert spent < 1.2 * len(log)
+
+
 def test_states_are_saved_where_restarts_are_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CartPole is begun from states of its generator: their distance is below that of saved states."""
     monkeypatch.setattr(recorder, "_FAR", 384)

@@ -70,7 +70,7 @@ _GAP = 256
 _FAR = 384
 _FAR_TOGETHER = 4 * _FAR  # of all envs: to save their state takes longer
 #: Bytes of saved states for each row.
-_BYTES_PER_ROW = 1.0
+_BYTES_PER_ROW = 0.95
 #: Envs whose first rows are made again at once, to find an env that is not deterministic.
 _TRIED = 4
 #: Resets after lost rows whose first rows are made again at once: so many, and then the 16th, 64th, ...
@@ -417,7 +417,9 @@ class Recorder:
                 self._far[:] = 0
             return
 
-        for env in np.flatnonzero(self._far >= _FAR).tolist():
+        # Where not all can be paid for, the farthest come first.
+        due = np.flatnonzero(self._far >= _FAR)
+        for env in due[np.argsort(-self._far[due], kind="stable")].tolist():
             if self._allowed < self._state_bytes:
                 break
             if can_save(facts, env):
