@@ -70,7 +70,7 @@ _GAP = 256
 _FAR = 384
 _FAR_TOGETHER = 4 * _FAR  # of all envs: to save their state takes longer
 #: Bytes of saved states for each row.
-_BYTES_PER_ROW = 0.95
+_BYTES_PER_ROW = 0.85
 #: Envs whose first rows are made again at once, to find an env that is not deterministic.
 _TRIED = 4
 #: Resets after lost rows whose first rows are made again at once: so many, and then the 16th, 64th, ...
