@@ -325,7 +325,7 @@ def test_markers_are_those_of_the_rows(tmp_path: Path, mode: str, rows_of_batch:
         for number, end in enumerate(log._windows.ends):
             found = markers.next()
             for key in markers.keys:
-                own = rows[log._windows.begins(number) : end]
+                own: Any = rows[log._windows.begins(number) : end]
                 assert torch.equal(found.get(key), own.get(key)), key
 
 
@@ -417,4 +417,5 @@ def test_a_vector_env_that_takes_no_seed(tmp_path: Path, kind: type[Unseeded]) -
         sample, info = buffer.sample(return_info=True)
         at = info["index"]
         for key in ("observation", ("next", "observation"), "action"):
-            assert torch.equal(sample.get(key), rows[at].get(key))
+            own: Any = rows[at]
+            assert torch.equal(sample.get(key), own.get(key))
