@@ -21,7 +21,7 @@ from torch import Tensor
 from flatroll.datasets.formats.h5 import read_h5, write_h5
 from flatroll.datasets.formats.lerobot import read_lerobot, write_lerobot
 from flatroll.datasets.formats.minari import read_minari, write_minari
-from flatroll.datasets.formats.sources import open_source, write_beside
+from flatroll.datasets.formats.sources import open_source
 from flatroll.datasets.formats.tables import (
     MAX_BYTES,
     read_arrow,
@@ -32,6 +32,7 @@ from flatroll.datasets.formats.tables import (
     write_parquet,
 )
 from flatroll.datasets.progress import progress_bar
+from flatroll.disk.beside import write_beside
 from flatroll.layout.checks import check_choice, check_flags, check_path, check_type, check_whole_number
 from flatroll.layout.export import from_arrow, from_numpy, from_pandas, to_arrow, to_numpy, to_pandas
 from flatroll.layout.keys import is_entry

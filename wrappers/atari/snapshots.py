@@ -1,12 +1,17 @@
 """The state of ale-py's single envs, with the action that sticks."""
 
 import math
+import re
+from collections.abc import Sequence
 from typing import Any
 
+from flatroll.wrappers.mersenne import find_twisters, without_twisters
 from flatroll.wrappers.snapshots.families import SnapshotFamily
 
 _UNSURE = 1e-12  # the probability that an action which is to be held is not
 _STICKIEST = 0.95  # above, it would take thousands of frames to be sure
+_OPEN = -1  # of a sketch: the action that is held is not known
+_MOST_GUESSES = 4
 
 
 def _is_atari(layer: object) -> bool:
@@ -32,7 +37,49 @@ def _get(env: Any) -> dict[str, Any]:
     return {"state": state.serialize(), "held": held, "random": env.np_random.bit_generator.state}
 
 
+def _sketch(env: Any) -> dict[str, Any]:
+    """Return the state without the action that sticks, which is one of the last actions."""
+    ale = env.ale
+    held = None
+    if _stickiness(env) > 0 and not ale.game_over():
+        held = _OPEN
+    state = ale.cloneState(include_rng=True).serialize()
+    return {"state": state, "held": held, "random": env.np_random.bit_generator.state}
+
+
+def _guesses(env: Any, sketch: dict[str, Any], actions: Sequence[int]) -> list[dict[str, Any]]:
+    if sketch["held"] != _OPEN:
+        return [sketch]
+    known = range(len(env._action_set))
+    # The frames of one step all repeat the action before it with a small probability only.
+    recent = list(dict.fromkeys(action for action in actions if action in known))
+    return [{**sketch, "held": held} for held in recent[:_MOST_GUESSES] or [0]]
+
+
+def _check(env: Any, snapshot: dict[str, Any]) -> None:
+    """Raise ValueError unless a snapshot has the form of one of this env: the emulator is given its bytes as they are.
+
+    Apart from its generators, all states of a game have the same length, and begin with the game's checksum.
+    """
+    state = snapshot["state"]
+    held = snapshot["held"]
+    own = env.ale.cloneState(include_rng=True).serialize()
+    if type(state) is not bytes or _form_of(state) != _form_of(own):
+        raise ValueError("the snapshot has no state of this game's emulator")
+    if held is not None and (type(held) is not int or not 0 <= held < len(env._action_set)):
+        raise ValueError(f"the snapshot holds the action {held!r}, expected 0 to {len(env._action_set) - 1}")
+
+
+def _form_of(state: bytes) -> tuple[int, int, bytes]:
+    """Return the number of generators in a state, its length without them, and the checksum of the game in it."""
+    found = find_twisters(state)
+    rest = without_twisters(state, found)
+    checksum = re.search(rb"[0-9a-f]{32}", rest[:128])
+    return len(found), len(rest), checksum[0] if checksum else b""
+
+
 def _set(env: Any, snapshot: dict[str, Any]) -> None:
+    _check(env, snapshot)
     ale = env.ale
     state = type(ale.cloneState())(snapshot["state"])
     held = snapshot["held"]
@@ -96,5 +143,11 @@ def _enough_frames(env: Any) -> int:
 
 
 FAMILY = SnapshotFamily(
-    name="ale-py's single envs", recognises=_is_atari, get=_get, set=_set, problem=_problem
+    name="ale-py's single envs",
+    recognises=_is_atari,
+    get=_get,
+    set=_set,
+    problem=_problem,
+    sketch=_sketch,
+    guesses=_guesses,
 )

@@ -61,6 +61,9 @@ class SnapshotFamily:
         set: restores it.
         inner: returns the layers inside. Default: the env of a wrapper, none of other layers.
         problem: returns why this layer cannot be saved, as a clause; None if it can. Default: it always can.
+        sketch: as ``get``, in less time: it may leave open what would take long to find out. Default: ``get``.
+        guesses: returns what a sketch may stand for, the most probable first, given the layer and the numbers of the
+            last actions, the last one first. Default: only the sketch itself.
 
     >>> import gymnasium as gym
     >>> def get(env): return env.state.copy()
@@ -76,6 +79,8 @@ class SnapshotFamily:
     set: Callable[[Any, Any], None]
     inner: Callable[[Any], Sequence[Any]] | None = None
     problem: Callable[[Any], str | None] | None = None
+    sketch: Callable[[Any], Any] | None = None
+    guesses: Callable[[Any, Any, Sequence[int]], Sequence[Any]] | None = None
 
 
 _registered: list[SnapshotFamily] = []

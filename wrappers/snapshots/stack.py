@@ -1,6 +1,7 @@
 """Saves a whole stack, from the outermost wrapper to the single envs, and restores it."""
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any
 
 from flatroll.wrappers.plain_state import copy_plain
@@ -52,6 +53,42 @@ def get_snapshot(env: object) -> list[Any]:
         for layer, family in _walk(env)
         if family is not None
     ]
+
+
+def sketch_snapshot(env: object) -> list[Any]:
+    """Return a snapshot in which layers leave open what would take long to find out; `guess_snapshots` completes it.
+
+    Raises:
+        ValueError: see `get_snapshot`.
+    """
+    _refuse(env)
+    return [
+        [type(layer).__name__, _describe(layer), copy_plain((family.sketch or family.get)(layer))]
+        for layer, family in _walk(env)
+        if family is not None
+    ]
+
+
+def guess_snapshots(env: object, sketch: Sequence[Any], actions: Sequence[int]) -> Iterator[list[Any]]:
+    """Yield the snapshots that a sketch may stand for, the most probable first.
+
+    Args:
+        env: made as the one of the sketch.
+        sketch: what `sketch_snapshot` returned.
+        actions: numbers of the last actions, the last one first.
+
+    Raises:
+        ValueError: the sketch has another number of layers.
+    """
+    choices: list[Sequence[Any]] = []
+    layers = list(_walk(env))
+    for (layer, family), (name, described, state) in zip(layers, sketch, strict=True):
+        states: Sequence[Any] = [state]
+        if family is not None and family.guesses is not None:
+            states = family.guesses(layer, state, actions)
+        choices.append([[name, described, one] for one in states])
+    for chosen in product(*choices):
+        yield list(chosen)
 
 
 def set_snapshot(env: object, snapshot: Sequence[Any]) -> None:

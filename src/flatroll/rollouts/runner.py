@@ -347,13 +347,10 @@ class Runner:
         return {
             "env": get_snapshot(self.env),
             "started": self.started,
-            "observation": copy_plain(self._obs),
-            "info": {name: _as_list(self._info[name]) for name in self._read_infos()},
-            "ended": copy_plain(self._ended),
+            **self.get_shown(),
             "states": copy_plain(self.states),
             "carried": copy_plain(self.carried),
             "age": copy_plain(self.age),
-            "seen": self._infos.seen,
             "policy": policy,
             "window": self.window.get_snapshot(),
         }
@@ -369,16 +366,30 @@ class Runner:
         set_snapshot(self.env, snapshot["env"])
         self.started = snapshot["started"]
 
-        self._obs = copy_plain(snapshot["observation"], device)
-        self._info = {name: _as_array(copy_plain(entry, device)) for name, entry in snapshot["info"].items()}
-        self._ended = copy_plain(snapshot["ended"], device)
+        self.set_shown(snapshot)
         self.states = _copy_states(snapshot["states"], self.states)
         self.carried = _copy_states(snapshot["carried"], self.carried)
         self.age = copy_plain(snapshot["age"], device)
-        self._infos.seen = snapshot["seen"]
         if self._module is not None and snapshot["policy"] is not None:
             self._module.set_snapshot(snapshot["policy"])
         self.window.set_snapshot(snapshot["window"])
+
+    def get_shown(self) -> dict[str, Any]:
+        """Return what the env showed in its last step or reset, as plain values: what the next step reads."""
+        return {
+            "observation": copy_plain(self._obs),
+            "info": {name: _as_list(self._info[name]) for name in self._read_infos()},
+            "ended": copy_plain(self._ended),
+            "seen": self._infos.seen,
+        }
+
+    def set_shown(self, shown: dict[str, Any]) -> None:
+        """Restore what `get_shown` returned."""
+        device = self.device
+        self._obs = copy_plain(shown["observation"], device)
+        self._info = {name: _as_array(copy_plain(entry, device)) for name, entry in shown["info"].items()}
+        self._ended = copy_plain(shown["ended"], device)
+        self._infos.seen = shown["seen"]
 
     def _read_infos(self) -> list[str]:
         """Return the entries of the last info that the next step reads."""

@@ -32,6 +32,7 @@ from flatroll.datasets.replay_log.actions import ActionCode, codes_of, expand, s
 from flatroll.datasets.replay_log.recipe import CannotRemakeError
 from flatroll.datasets.replay_log.recorder import read_description
 from flatroll.datasets.replay_log.replay import Replayer
+from flatroll.datasets.replay_log.windows import Event, Restart, Save
 from flatroll.disk import DamagedFileError, Folder
 from flatroll.disk.state_tree import pack
 from flatroll.modules import actor
@@ -41,14 +42,15 @@ from flatroll.wrappers import NextObservationDelta, RewardSum, StepCounter, as_v
 
 @pytest.fixture
 def routes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts how rows are made: envs alone from a restart, alone from a seed after that failed, or all together."""
+    """Counts how rows are made: envs alone from a restart, a saved state or a seed, or all together."""
     found: Counter[str] = Counter()
     env_rows = Replayer.env_rows
     window = Replayer.window
 
-    def counted_rows(self: Replayer, *arguments: Any, seeded: bool = False) -> list[TensorDict]:
-        found["seed" if seeded else "restart"] += 1
-        return env_rows(self, *arguments, seeded=seeded)
+    def counted_rows(self: Replayer, *arguments: Any) -> list[TensorDict]:
+        names = {Event: "seed", Restart: "restart", Save: "save"}
+        found[names[type(arguments[-1][1])]] += 1
+        return env_rows(self, *arguments)
 
     def counted_window(self: Replayer, number: int) -> TensorDict:
         found["together"] += 1

@@ -1,10 +1,6 @@
-"""Helpers for writers of files: rows of a batch, buffer or replay log in chunks, and atomic files."""
+"""Helpers for writers of files: rows of a batch, buffer or replay log in chunks."""
 
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,7 +10,6 @@ from torch import Tensor
 from flatroll.buffers import ReplayBuffer
 from flatroll.datasets.replay_log.log import ReplayLog
 from flatroll.datasets.replay_log.recipe import CannotRemakeError
-from flatroll.disk import files
 from flatroll.layout.boundaries import run_starts
 from flatroll.layout.checks import check_rows, check_whole_number
 from flatroll.layout.export import Array
@@ -261,29 +256,3 @@ def check_follows(name: str, values: Array, following: Array) -> None:
             f"next.{name} is not {name} of the next row (n-step data?), which episodes cannot hold: use "
             'format="parquet" or "h5"'
         )
-
-
-@contextmanager
-def write_beside(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path for a new file or folder, which is renamed to ``path`` when complete.
-
-    On an error, what was written is removed, and ``path`` is as it was.
-
-    Raises:
-        FileExistsError: ``path`` exists.
-        FileNotFoundError: its parent folder does not exist.
-    """
-    target = Path(path).absolute()  # Minari needs absolute paths
-    if target.exists() or target.is_symlink():
-        raise FileExistsError(f"{target} exists: remove it first, or choose another path")
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"{target.parent} is not a folder: create it first")
-
-    beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
-    try:
-        yield beside / target.name
-        files.sync_all(beside / target.name)
-        files.rename(beside / target.name, target)
-        files.sync_folder(target.parent)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)

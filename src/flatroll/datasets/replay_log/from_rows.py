@@ -9,10 +9,10 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from flatroll.datasets.formats.sources import write_beside
 from flatroll.datasets.replay_log.digests import digest_rows
 from flatroll.datasets.replay_log.feed import Ints, Turns
 from flatroll.datasets.replay_log.replay import ReplayMismatchError
+from flatroll.disk.beside import write_beside
 from flatroll.layout.keys import ACTION, ENV, ID_BITS, TRAJ_IDS, NestedKey, as_tuple
 from flatroll.layout.tensordict_seam import get_entry, leaves
 from flatroll.rollouts.arguments import EnvSource

@@ -297,11 +297,12 @@ class ReplayLog(Facts):
             self.rows(first, min(first + rows_at_once, len(self)))
 
     def stats(self) -> dict[str, int]:
-        """Return the numbers of rows, of rows that are kept themselves, of windows, and of bytes on disk."""
+        """Return the numbers of rows, of rows kept themselves, of windows, of saved states, and of bytes on disk."""
         return {
             "rows": len(self),
             "kept": self.kept,
             "windows": len(self._windows),
+            "states": len(self._windows.saves_of_all) + sum(map(len, self._windows.saves)),
             "bytes": self._folder.stats()["bytes"],
         }
 
@@ -387,7 +388,8 @@ def describe_log(log: ReplayLog) -> str:
     per_row = stats["bytes"] / max(rows, 1)
     lines = [
         f"{log.path}: replay log of {log._recipe.name}, {log.num_envs} envs",
-        f"{rows:,} rows in {stats['windows']:,} windows, {stats['bytes']:,} bytes ({per_row:.2f} a row)",
+        f"{rows:,} rows in {stats['windows']:,} windows, {stats['states']:,} saved states, "
+        f"{stats['bytes']:,} bytes ({per_row:.2f} a row)",
     ]
 
     if stats["kept"]:

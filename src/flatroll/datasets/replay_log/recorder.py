@@ -19,6 +19,7 @@ from torch import Tensor
 from flatroll.datasets.replay_log.actions import codes_of
 from flatroll.datasets.replay_log.digests import checksums
 from flatroll.datasets.replay_log.generators import generator_of, generator_words, single_envs
+from flatroll.datasets.replay_log.marks import encode_marks
 from flatroll.datasets.replay_log.recipe import EnvMaker, Recipe, describe, differing_versions, versions_here
 from flatroll.datasets.replay_log.replay import (
     ColumnForm,
@@ -29,9 +30,12 @@ from flatroll.datasets.replay_log.replay import (
     pack_bytes,
     pack_kept,
 )
+from flatroll.datasets.replay_log.state_code import StateCode
+from flatroll.datasets.replay_log.states import can_save, state_of, states_problem
 from flatroll.datasets.replay_log.windows import (
     NEW,
     RESTART,
+    SAVE,
     UNSEEDED,
     Ints,
     Window,
@@ -62,6 +66,11 @@ KIND = "replay log"
 FORM = 1
 #: Rows of an env between two states from which it can be begun again.
 _GAP = 256
+#: Rows of an env after a point from which it can certainly be stepped again, before its state is saved.
+_FAR = 384
+_FAR_TOGETHER = 4 * _FAR  # of all envs: to save their state takes longer
+#: Bytes of saved states for each row.
+_BYTES_PER_ROW = 0.85
 #: Envs whose first rows are made again at once, to find an env that is not deterministic.
 _TRIED = 4
 #: Resets after lost rows whose first rows are made again at once: so many, and then the 16th, 64th, ...
@@ -89,6 +98,7 @@ class Recorder:
 
         self._layout: Layout | None = None
         self._written = 0  # windows
+        self._first_window = 0  # number of the first one
         self._lost = 0  # resets that do not continue what is in the log
         self._begins_anew = False  # whether one of these is in the current window
         self._why: str | None = None  # why rows are kept
@@ -99,6 +109,17 @@ class Recorder:
         self._taken: dict[int, tuple[list[int], int]] = {}
         self._since: Ints = np.full(self._num_envs, _GAP)  # rows since the last state of each env
         self._due = np.ones(self._num_envs, bool)
+        # Saved states that no row belongs to yet: env, -1 for all, rows since the last window, and the state.
+        self._saved: list[tuple[int, Ints, bytes]] = []
+        self._far: Ints = np.zeros(
+            self._num_envs, np.int64
+        )  # rows since the last point to start from, of each env
+        self._codes: dict[int, StateCode] = {}
+        self._saves = states_problem(logged.facts, alone=self._recipe.alone) is None
+        self._restarts_suffice: bool | None = None  # whether a generator's state does; None: not known
+        self._allowed = 0.0  # bytes that may be spent on states
+        self._state_bytes = 0  # of the last one
+
         self._resetting = False
         self._taps: list[_Tap] = []
         self._asks = False
@@ -136,7 +157,9 @@ class Recorder:
             )
         self._folder.recover()
         self._layout = Layout.from_tree(tree["layout"])
-        if any(self._load_windows().kept):
+        windows = self._load_windows()
+        self._first_window = len(windows)
+        if any(windows.kept):
             self._keep("rows that are in the log were other when they were made again")
 
     def _load_windows(self) -> Windows:
@@ -166,6 +189,7 @@ class Recorder:
         """Record a reset."""
         self._resetting = False
         self._taken.clear()
+        self._saved.clear()
         runner = self._runner
         window = runner.window
 
@@ -175,6 +199,10 @@ class Recorder:
                 number = NEW
         elif seed is not None:
             number = seed
+        if not self._used and number != UNSEEDED:
+            self._begin_codes()
+        elif not self._written:
+            self._codes.clear()  # the rows of the first reset were lost
         self._used = True
 
         if window.steps:
@@ -207,6 +235,8 @@ class Recorder:
             outputs=outputs,
             events=self._take_events(counts),
             restarts=self._take_restarts(batch, np.asarray(mask), counts),
+            marks=encode_marks(_flags(batch, layout.init), _flags(batch, DONE), counts),
+            **self._take_saved(counts),
         )
         if self._why is None:
             self._try(window)
@@ -214,6 +244,7 @@ class Recorder:
             window.kept = pack_kept(layout, batch, final)
         self._folder.append(window.to_columns())
         self._written += 1
+        self._save_states(window)
 
     def close(self) -> None:
         """Release the folder."""
@@ -311,6 +342,8 @@ class Recorder:
 
         self._since += counts
         self._due = self._since >= _GAP
+        if self._restarts_suffice is False:
+            self._due[:] = False
         if self._asks and self._due.any():
             self._ask()
         return np.array(found, np.int64).reshape(-1, RESTART)
@@ -328,6 +361,85 @@ class Recorder:
             words = generator_words(generators[env].bit_generator.state)
             if words is not None:
                 self._taken[env] = words, step
+
+    # States in the middle of episodes.
+
+    def _begin_codes(self) -> None:
+        """Note the states after the first reset, which a reader can make again: others are stored as differences."""
+        if not self._saves:
+            return
+        for env in self._saved_envs():
+            base = state_of(self._logged.facts, self._runner, _number_of(env))
+            self._codes[env] = StateCode(base)
+
+    def _saved_envs(self) -> list[int]:
+        """Return the envs whose states are saved apart: all of them, or -1 for those of all together."""
+        if self._recipe.alone:
+            return list(range(self._num_envs))
+        return [-1]
+
+    def _take_saved(self, counts: Ints) -> dict[str, Any]:
+        """Return the saved states that belong to rows of this window."""
+        saved = self._saved
+        self._saved = []
+        base = self._first_window if self._codes else -1
+        found = []
+        states = []
+        for env, local, state in saved:
+            here = local if env < 0 else local[[env]]
+            own = counts if env < 0 else counts[[env]]
+            if (here <= own).all():
+                found.append((env, int(here.sum()), len(state), base))
+                states.append(state)
+            elif env >= 0:
+                self._saved.append((env, local - counts, state))
+        return {"saves": np.array(found, np.int64).reshape(-1, SAVE), "states": b"".join(states)}
+
+    def _save_states(self, window: Window) -> None:
+        """Save the states of envs that have gone far since the last point from which they can be stepped again."""
+        counts = window.counts
+        self._far += counts
+        if not self._saves or self._why is not None:
+            return
+        for event in window.events:
+            if event[0] >= 0:
+                self._far = counts - event[1 : 1 + self._num_envs]
+        if self._restarts_suffice:
+            for restart in window.restarts:
+                self._far[restart[0]] = counts[restart[0]] - restart[1]
+
+        self._allowed += _BYTES_PER_ROW * window.rows
+        facts = self._logged.facts
+        local = self._runner.window.valid().sum(axis=0).astype(np.int64) - counts
+        if not self._recipe.alone:
+            if self._far.min() >= _FAR_TOGETHER and self._allowed >= self._state_bytes:
+                self._save(-1, local)
+                self._far[:] = 0
+            return
+
+        # Where not all can be paid for, the farthest come first.
+        due = np.flatnonzero(self._far >= _FAR)
+        for env in due[np.argsort(-self._far[due], kind="stable")].tolist():
+            if self._allowed < self._state_bytes:
+                break
+            if can_save(facts, env):
+                self._save(env, local)
+                self._far[env] = -local[env]
+
+    def _save(self, env: int, local: Ints) -> None:
+        """Save a state; none from now on if it is not of plain values."""
+        code = self._codes.get(env, StateCode())
+        tree = state_of(self._logged.facts, self._runner, _number_of(env))
+        if env < 0:
+            tree["local"] = local.tolist()
+        try:
+            state = code.encode(tree)
+        except (TypeError, ValueError):
+            self._saves = False
+            return
+        self._saved.append((env, local, state))
+        self._state_bytes = len(state)
+        self._allowed -= len(state)
 
     # Is the env deterministic?
 
@@ -356,6 +468,9 @@ class Recorder:
                     chosen = envs[np.unique(np.linspace(0, len(envs) - 1, _TRIED).astype(int))]
                 for env in chosen.tolist():
                     replayer.env_in(number, env)
+                    suffices = replayer.restart_suffices(number, env)
+                    if suffices is not None:
+                        self._restarts_suffice = suffices
         except _Differs as found:
             self._keep(f"row {found.row:,}, of env {found.env}, was other when it was made again")
         finally:
@@ -378,6 +493,16 @@ class Recorder:
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+def _flags(batch: TensorDict, key: NestedKey) -> Any:
+    """Return a column of flags, bool ``[N]``, in NumPy."""
+    return batch.get(key).reshape(-1).cpu().numpy()
+
+
+def _number_of(env: int) -> int | None:
+    """Return the number of an env; None for all."""
+    return None if env < 0 else env
 
 
 def _no_text(row: int, env: int) -> str:

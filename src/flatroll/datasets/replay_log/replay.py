@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import safetensors
@@ -20,12 +20,15 @@ from flatroll.datasets.replay_log.actions import MOST_NUMBERS, ActionCode
 from flatroll.datasets.replay_log.digests import Words, checksums, digest_batch
 from flatroll.datasets.replay_log.feed import Feed
 from flatroll.datasets.replay_log.generators import restore
+from flatroll.datasets.replay_log.marks import decode_marks
 from flatroll.datasets.replay_log.recipe import EnvMaker
-from flatroll.datasets.replay_log.windows import NEW, UNSEEDED, Event, Ints, Restart, Window, Windows
+from flatroll.datasets.replay_log.state_code import StateCode
+from flatroll.datasets.replay_log.states import RECENT, actions_before, put_state, state_of, states_from
+from flatroll.datasets.replay_log.windows import NEW, UNSEEDED, Event, Ints, Restart, Save, Window, Windows
 from flatroll.disk.state_tree import DamagedState, from_text, pack, to_text, unpack
 from flatroll.disk.tensor_file import DTYPES, DamagedFileError
 from flatroll.layout.boundaries import run_ends
-from flatroll.layout.keys import NestedKey, as_tuple, next_key, plain_key
+from flatroll.layout.keys import DONE, NestedKey, as_tuple, next_key, plain_key
 from flatroll.layout.tensordict_seam import nest
 from flatroll.rollouts.arguments import make_devices
 from flatroll.rollouts.env_facts import EnvFacts
@@ -36,6 +39,9 @@ from flatroll.wrappers.markers import TrajId, find_wrapper
 _ALONE = 3
 _MOST_ALONE = 8  # envs that stay open
 _AT_ONCE = 256  # steps of a window whose rows are not wanted
+_MOST_CODES = 256  # of saved states, that stay in memory
+_TOO_MANY = 4096
+_ENOUGH = 64  # rows after a restart that tell whether it leads to the right ones
 _TREE = "tree"  # name of the description among packed tensors
 
 
@@ -210,6 +216,10 @@ class _Differs(Exception):
         self.env = env
 
 
+#: What an env can be begun with.
+Origin: TypeAlias = Restart | Event | Save
+
+
 class Stage:
     """An env of a log, its runner and its feed."""
 
@@ -278,6 +288,14 @@ class Replayer:
         self._next = -1  # the window that the whole env makes next
         self._shown: tuple[int, TensorDict] | None = None  # the last one that it made
         self._decoded: OrderedDict[int, list[Tensor]] = OrderedDict()
+        self._before: Ints = np.zeros(
+            num_envs, np.int64
+        )  # rows of the next window that the whole env has behind it
+
+        # What rows can begin with besides seeds, and what has led to other rows.
+        self._codes: OrderedDict[tuple[int, int], StateCode] = OrderedDict()
+        self._wrong_saves: set[Save] = set()
+        self._restarts_are_wrong = False
 
     def close(self) -> None:
         """Close all envs."""
@@ -424,21 +442,33 @@ class Replayer:
                 ranges[env] = begin, int(ends[env])
         return [(env, *span) for env, span in ranges.items()]
 
-    def _start(self, env: int, row: int, *, seeded: bool = False) -> tuple[int, Restart | Event]:
-        """Return where to begin so that an env reaches one of its rows: at a seed, or a restart unless ``seeded``."""
-        best: tuple[int, Restart | Event] | None = None
+    def _start(self, env: int, row: int) -> tuple[int, Origin]:
+        """Return the row and the state, nearest before a row of an env, from which it can be stepped."""
+        return max(self._starts(env, row), key=lambda start: start[0])
+
+    def _starts(self, env: int, row: int) -> list[tuple[int, Origin]]:
+        """Return from where an env can be stepped to one of its rows: a seed, a restart, a saved state, the last each.
+
+        They are in the order in which they are to be preferred if they are equally far.
+        """
+        starts: list[tuple[int, Origin]] = []
         seeds = self._windows.seeds
         place = bisect_right(seeds, row, key=lambda event: int(event.rows[env]))
         if place and seeds[place - 1].seed != NEW:
-            best = int(seeds[place - 1].rows[env]), seeds[place - 1]
-        if not seeded:
-            restarts = self._windows.restarts[env]
-            place = bisect_right(restarts, row, key=lambda restart: restart.row)
-            if place and (best is None or restarts[place - 1].row > best[0]):
-                best = restarts[place - 1].row, restarts[place - 1]
-        if best is None:
+            starts.append((int(seeds[place - 1].rows[env]), seeds[place - 1]))
+
+        restarts = self._windows.restarts[env]
+        place = bisect_right(restarts, row, key=lambda restart: restart.row)
+        if place and not self._restarts_are_wrong:
+            starts.append((restarts[place - 1].row, restarts[place - 1]))
+
+        saves = self._windows.saves[env]
+        place = bisect_right(saves, row, key=lambda save: save.row)
+        if place and saves[place - 1] not in self._wrong_saves:
+            starts.append((saves[place - 1].row, saves[place - 1]))
+        if not starts:
             raise _Differs(self._windows.begins(0), env)
-        return best
+        return starts
 
     def _rows_alone(self, wanted: Mapping[int, list[int]], first: int, end: int) -> list[TensorDict]:
         """Make the rows of each env alone, and lay them out as they were."""
@@ -465,18 +495,111 @@ class Replayer:
         return self._proven(env, begin, end, [number])[0]
 
     def _proven(self, env: int, begin: int, end: int, numbers: Sequence[int]) -> list[TensorDict]:
-        """Make rows of one env from a restart, or else from a seed; see `env_rows`."""
-        try:
-            return self.env_rows(env, begin, end, numbers)
-        except _Differs:
+        """Make rows of one env from the nearest start, or else from those farther away; see `env_rows`."""
+        starts = self._starts(env, begin)
+        starts.sort(key=lambda start: -start[0])  # stable
+        failed: list[Origin] = []
+        found: _Differs | None = None
+
+        for start in starts:
+            if found is not None and isinstance(start[1], Event):
+                self._forget(env)
+            try:
+                parts = self.env_rows(env, begin, end, numbers, start)
+            except _Differs as differs:
+                found = found or differs
+                failed.append(start[1])
+            else:
+                self._note_wrong(failed)
+                return parts
+
+        assert found is not None  # there is a start
+        if isinstance(starts[0][1], Event):
+            # The env may remember what it did before.
             self._forget(env)
-            return self.env_rows(env, begin, end, numbers, seeded=True)
+            return self.env_rows(env, begin, end, numbers, starts[0])
+        raise found
+
+    def _note_wrong(self, origins: Sequence[Origin]) -> None:
+        """Leave out from now on what has led to other rows, where another start has led to the right ones."""
+        for origin in origins:
+            if isinstance(origin, Save):
+                self._wrong_saves.add(origin)
+            elif isinstance(origin, Restart):
+                self._restarts_are_wrong = True
+
+    def restart_suffices(self, number: int, env: int) -> bool | None:
+        """Return whether the state of its generator alone leads to the rows of an env in a window.
+
+        None if none is before it, or if the rows between are too few to tell, or very many.
+        """
+        begin, end = self._range(Run(env, number, number + 1))[1:]
+        restarts = [restart for restart in self._windows.restarts[env] if restart.row <= begin]
+        if not restarts or not _ENOUGH <= end - restarts[-1].row <= _TOO_MANY:
+            return None
+        try:
+            self.env_rows(env, begin, end, [number], (restarts[-1].row, restarts[-1]))
+        except _Differs:
+            return False
+        return True
 
     def env_rows(
-        self, env: int, begin: int, end: int, numbers: Sequence[int], *, seeded: bool = False
+        self, env: int, begin: int, end: int, numbers: Sequence[int], start: tuple[int, Origin]
     ) -> list[TensorDict]:
         """Make rows ``[begin, end)`` of one env, which are those in the windows ``numbers``; raise `_Differs`."""
-        start, origin = self._start(env, begin, seeded=seeded)
+        row, origin = start
+        if not isinstance(origin, Save):
+            return self._rows_from(env, begin, end, numbers, row, origin, None)
+
+        found = _Differs(self._windows.begins(numbers[0]), env)
+        try:
+            state = self._code(env, origin.base).decode(self._windows.state(origin))
+            recent = actions_before(self._actions_of(env, max(row - RECENT, 0), row))
+            for chosen in states_from(self._stage(env).facts, state, recent):
+                try:
+                    return self._rows_from(env, begin, end, numbers, row, origin, chosen)
+                except _Differs as differs:
+                    found = differs
+        except DamagedFileError:
+            self._forget(env)
+        raise found
+
+    def _code(self, env: int, base: int) -> StateCode:
+        """Return what decodes the saved states of an env, -1 for all: with the state after the first reset."""
+        key = env, base
+        if key not in self._codes:
+            events = self._windows.events_in(base) if base >= 0 else []
+            self._codes[key] = StateCode(self._base(env, events[0]) if events else None)
+            if len(self._codes) > _MOST_CODES:
+                self._codes.popitem(last=False)
+        return self._codes[key]
+
+    def _base(self, env: int, event: Event) -> Any:
+        """Return the state of a new env, -1 for all, after a reset."""
+        seed = event.seed if event.seed >= 0 else None
+        if env < 0:
+            stage = Stage(self._maker.whole(), 1, 0, self._num_envs)
+            stage.reset(seed, event.ids)
+            state = state_of(stage.facts, stage.runner, None)
+            stage.close()
+            return state
+
+        self._forget(env)
+        stage = self._stage(env)
+        stage.reset(seed if seed is None else seed + env, event.ids[env : env + 1])
+        return state_of(stage.facts, stage.runner, 0)
+
+    def _rows_from(
+        self,
+        env: int,
+        begin: int,
+        end: int,
+        numbers: Sequence[int],
+        start: int,
+        origin: Origin,
+        state: dict[str, Any] | None,
+    ) -> list[TensorDict]:
+        """Make rows of one env from its row ``start`` on, see `env_rows`; ``state`` is that of a `Save`."""
         stage = self._stage(env)
         runner = stage.runner
         events = [event for event in self._windows.events if start < event.rows[env] < end]
@@ -490,9 +613,12 @@ class Replayer:
             runner.forget()
             if isinstance(origin, Event):
                 stage.reset(origin.seed + env, origin.ids[env : env + 1])
-            else:
+            elif isinstance(origin, Restart):
                 restore(stage.facts, origin)
                 stage.reset(None, np.array([origin.traj]))
+            else:
+                stage.reset(None, np.zeros(1, np.int64))
+                put_state(stage.facts, runner, state, alone=True)
 
             row = start
             for event in [*events, None]:
@@ -571,8 +697,7 @@ class Replayer:
         if self._whole is not None and self._next <= begin:
             first = windows.begins(self._next)
         else:
-            event = self._event_before(begin)
-            first = windows.begins(event.window) if event is not None else 0
+            first = windows.begins(self._nearest(begin))
         return windows.ends[stop - 1] - first
 
     def _event_before(self, number: int) -> Event | None:
@@ -584,10 +709,38 @@ class Replayer:
                 return event
         return None
 
+    def _nearest(self, number: int) -> int:
+        """Return the window nearest before another from which all envs can be stepped to it."""
+        event = self._event_before(number)
+        save = self._save_before(number)
+        found = [event.window] if event is not None else []
+        if save is not None:
+            found.append(save.window)
+        return max(found, default=0)
+
+    def _save_before(self, number: int) -> Save | None:
+        """Return the last saved state of all envs from which a window can be made, if it is nearer than a reset."""
+        saves = self._windows.saves_of_all
+        place = bisect_right(saves, number, key=lambda save: save.row)
+        if not place or saves[place - 1] in self._wrong_saves:
+            return None
+        event = self._event_before(number)
+        if event is not None and event.window >= saves[place - 1].window:
+            return None
+        return saves[place - 1]
+
     def window(self, number: int) -> TensorDict:
         """Make all rows of a window; raise `_Differs` if they are not those that were collected."""
         if self._shown is not None and self._shown[0] == number:
             return self._shown[1]
+
+        save = self._save_before(number)
+        if save is not None and (self._whole is None or not save.window < self._next <= number):
+            with suppress(_Differs, DamagedFileError):
+                self._begin_saved(save)
+                return self._reach(number)
+            self._wrong_saves.add(save)
+            self._drop_whole()
 
         event = self._event_before(number)
         if event is None:
@@ -629,11 +782,36 @@ class Replayer:
         """Begin with a reset of all envs."""
         if self._whole is None or event.seed == NEW:
             self._drop_whole()
-            rows = int(self._windows.counts(event.window).sum())
-            steps = -(-rows // self._num_envs)
-            self._whole = Stage(self._maker.whole(), steps, 0, self._num_envs)
+            self._whole = self._new_whole(event.window)
         self._whole.runner.forget()
         self._next = event.window
+        self._before[:] = 0
+
+    def _begin_saved(self, save: Save) -> None:
+        """Begin with a saved state of all envs; DamagedFileError if it cannot be restored."""
+        state = self._code(-1, save.base).decode(self._windows.state(save))
+        if self._whole is None:
+            self._whole = self._new_whole(save.window)
+        stage = self._whole
+        stage.runner.forget()
+        stage.reset(None, np.zeros(self._num_envs, np.int64))
+        put_state(stage.facts, stage.runner, state, alone=False)
+
+        try:
+            before = np.array(state["local"], np.int64)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise DamagedFileError(f"a state of the log is damaged: {str(error)[:200]}") from None
+        counts = self._windows.counts(save.window)
+        if before.shape != counts.shape or (before < 0).any() or (before > counts).any():
+            raise DamagedFileError("a state of the log is of other rows")
+        stage.feed.used[:] = 0
+        self._next = save.window
+        self._before = before
+
+    def _new_whole(self, number: int) -> Stage:
+        rows = int(self._windows.counts(number).sum())
+        steps = -(-rows // self._num_envs)
+        return Stage(self._maker.whole(), steps, 0, self._num_envs)
 
     def _drop_whole(self) -> None:
         if self._whole is not None:
@@ -650,8 +828,15 @@ class Replayer:
         window = runner.window
         self._load_whole(stage, number)
 
+        # A saved state may be in the middle of the window.
+        behind = int(self._before.sum())
+        stage.feed.used += self._before
+        self._before = np.zeros(self._num_envs, np.int64)
+
         for event in self._windows.events_in(number):
-            before = int(event.local.sum())
+            before = int(event.local.sum()) - behind
+            if before < 0:
+                continue
             if window.count() > before:
                 runner.forget()  # rows that the collector dropped, too
             else:
@@ -659,13 +844,14 @@ class Replayer:
             stage.feed.used[:] = event.local
             stage.reset(event.seed if event.seed >= 0 else None, event.ids)
 
-        rows = self._windows.ends[number] - self._windows.begins(number)
-        stage.step_until(rows)
-        mask, reached = window.first_cells(rows)
+        rows = self._windows.ends[number] - self._windows.begins(number) - behind
         batch = TensorDict({}, [0])
-        if wanted:
-            batch = runner.lay_out(mask, compact=False)[0]
-        window.restart(reached)
+        if rows:
+            stage.step_until(rows)
+            mask, reached = window.first_cells(rows)
+            if wanted:
+                batch = runner.lay_out(mask, compact=False)[0]
+            window.restart(reached)
 
         stage.feed.used -= self._windows.counts(number)
         self._next = number + 1
@@ -719,6 +905,7 @@ class Replayer:
         chosen[list(envs)] = True
         digests = self._layout.digest(batch)
         if (checksums(digests, counts[chosen]) == window.checksums[chosen]).all():
+            self._check_marks(window, batch, chosen)
             return
 
         rows = np.flatnonzero(np.repeat(chosen, counts))
@@ -727,6 +914,17 @@ class Replayer:
         place = int(wrong[0]) if len(wrong) else 0
         env = int(np.repeat(np.arange(self._num_envs), counts)[rows[place]])
         raise _Differs(self._windows.begins(number) + int(rows[place]), env)
+
+    def _check_marks(
+        self, window: Window, batch: TensorDict, chosen: np.ndarray[Any, np.dtype[np.bool_]]
+    ) -> None:
+        """Raise DamagedFileError if trajectories begin or end elsewhere than the window says."""
+        of_chosen = np.repeat(chosen, window.counts)
+        for key, stored in zip(
+            (self._layout.init, DONE), decode_marks(window.marks, window.counts), strict=True
+        ):
+            if (batch.get(key).reshape(-1).cpu().numpy() != stored[of_chosen]).any():
+                raise DamagedFileError("a window of the log has other ends of trajectories than its rows")
 
     def _with_outputs(self, number: int, batch: TensorDict, env: int | None) -> TensorDict:
         """Add the columns that the policy wrote, for the rows of one env or of all."""

@@ -24,6 +24,7 @@ from flatroll.buffers.storages.column_storage import ColumnStorage
 from flatroll.buffers.storages.item_kinds import TensorDicts
 from flatroll.buffers.storages.records import Links, Rows
 from flatroll.datasets.replay_log.log import ReplayLog
+from flatroll.datasets.replay_log.marks import Markers
 from flatroll.datasets.replay_log.recorder import unchanged_generators
 from flatroll.layout.checks import check_type, check_whole_number
 from flatroll.layout.keys import NestedKey
@@ -38,11 +39,10 @@ class ReplayLogStorage(ColumnStorage):
 
     Rows cannot be written. Each sample steps the envs of its rows from a state before them and proves the rows by their
     checksums; those of one env in one batch stay in memory, up to ``cache_bytes``. Where envs cannot be stepped alone
-    (envpool, simulators, sticky Atari games), a sample steps all of them from the last seed up to its last row: fill an
+    (envpool, simulators), a sample steps all of them from the last seed or saved state up to its last row: fill an
     ordinary buffer with the rows instead (see the page "A replay log").
 
-    A sampler of slices needs to know where trajectories begin and end, which is not stored: making the buffer makes all
-    rows once, a batch at a time. Other samplers need no such pass.
+    Making the buffer makes the rows of the first batch. Where trajectories begin and end is in the log.
 
     Args:
         log: the log, which must stay open.
@@ -80,6 +80,7 @@ class ReplayLogStorage(ColumnStorage):
         self._lock = threading.Lock()  # guards the envs and the pieces
         self._ends: Array = np.array(log._windows.ends, np.int64)
         self._ring: Ring | None = None
+        self._boundaries: BoundaryKeys | None = None
         self.structure = TensorDicts(torch.Size([]))
 
         take: weakref.WeakMethod[Take] = weakref.WeakMethod(self._take)
@@ -189,23 +190,39 @@ class ReplayLogStorage(ColumnStorage):
 
     @override
     def fill(self, write: Callable[[TensorDictBase, None], Any]) -> None:
-        """Register all rows with the buffer: made once, if it tracks trajectories."""
+        """Register all rows with the buffer: the first batch is made, and tells which columns there are.
+
+        Of the others only the markers are needed, which the log has; their rows are made once if the buffer knows
+        trajectories by other columns.
+        """
         self.check_free()
         self.filling = True
         try:
+            layout = self._log._layout
+            markers = Markers(self._log._windows, layout.init, layout.traj, layout.counts)
             first = 0
-            for end in self._ends.tolist():
-                if first == end:
-                    continue
-                if first and not isinstance(self._ring, TrajectoryIndex):
+            for number, end in enumerate(self._ends.tolist()):
+                marked = markers.next()
+                if number and not isinstance(self._ring, TrajectoryIndex):
                     write(TensorDict({}, [len(self._log) - first]), None)
                     break
-                with self._lock:
-                    batch = self._log.rows(first, end)
-                write(batch, None)
+                if number and self._knows(markers.keys):
+                    write(marked, None)
+                else:
+                    with self._lock:
+                        batch = self._log.rows(first, end)
+                    write(batch, None)
                 first = end
         finally:
             self.filling = False
+
+    def _knows(self, keys: Collection[NestedKey]) -> bool:
+        """Return whether these columns are all by which the buffer knows trajectories."""
+        names = self._boundaries
+        if names is None:
+            return False
+        read = {names.is_init, names.done, names.traj, names.step_count, *names.more_done}
+        return not (read & set(self.columns)) - set(keys)
 
     @override
     def prepare(
@@ -214,6 +231,7 @@ class ReplayLogStorage(ColumnStorage):
         if not self.filling:
             raise _no_writes_error()
 
+        self._boundaries = keys
         fragments = None
         if keys is not None:
             fragments = Fragments.read(batch, keys)

@@ -26,11 +26,14 @@ NEW = -2
 #: Numbers of a restart: env, row of the env in the window, trajectory id, four words of the generator and one of its
 #: buffered half word.
 RESTART = 8
+#: Numbers of a saved state: env, -1 for all; rows of the env (of all) in the window before it; bytes; number of the
+#: window with the reset after which the state is that which this one is stored as a difference from, -1 for none.
+SAVE = 4
 #: Windows that stay in memory, and their bytes if they are more than one.
 _CACHED = 64
 _CACHED_BYTES = 64 << 20
 #: The columns that the index is made of.
-_INDEX = ("counts", "events", "restarts", "is_kept")
+_INDEX = ("counts", "events", "restarts", "saves", "is_kept")
 
 
 @dataclass
@@ -46,7 +49,10 @@ class Window:
         kept: the env's columns, packed, if the rows are kept; else empty.
         events: resets of all envs, int64 ``[k, 1 + 2 E]``: the seed, the rows of each env in this window before it,
             and the id of each env's trajectory after it.
-        restarts: int64 ``[m, RESTART]``, states from which an episode can be begun.
+        restarts: int64 ``[m, RESTART]``, states of generators from which an episode can be begun.
+        saves: int64 ``[s, SAVE]``, which states were saved, each before a row of its env.
+        states: the saved states end to end, see `flatroll.datasets.replay_log.state_code`.
+        marks: where trajectories begin and end, see `flatroll.datasets.replay_log.marks`.
     """
 
     counts: Ints
@@ -57,6 +63,9 @@ class Window:
     kept: bytes = b""
     events: Ints = field(default_factory=lambda: np.zeros((0, 1), np.int64))
     restarts: Ints = field(default_factory=lambda: np.zeros((0, RESTART), np.int64))
+    saves: Ints = field(default_factory=lambda: np.zeros((0, SAVE), np.int64))
+    states: bytes = b""
+    marks: bytes = b""
 
     @property
     def rows(self) -> int:
@@ -66,7 +75,7 @@ class Window:
     @property
     def bytes(self) -> int:
         """Number of bytes of what is packed."""
-        return len(self.outputs) + len(self.kept) + sum(map(len, self.actions))
+        return len(self.outputs) + len(self.kept) + len(self.states) + sum(map(len, self.actions))
 
     def to_columns(self) -> dict[str, Column]:
         """Return it as one row of a folder."""
@@ -77,9 +86,10 @@ class Window:
             "digests": _ragged(torch.from_numpy(self.digests)),
             "events": _ragged(torch.from_numpy(self.events.reshape(-1, 1 + 2 * envs))),
             "restarts": _ragged(torch.from_numpy(self.restarts)),
+            "saves": _ragged(torch.from_numpy(self.saves)),
             "is_kept": torch.tensor([bool(self.kept)]),
         }
-        texts = {"outputs": self.outputs, "kept": self.kept}
+        texts = {"outputs": self.outputs, "kept": self.kept, "states": self.states, "marks": self.marks}
         texts |= {f"action{i}": packed for i, packed in enumerate(self.actions)}
         for name, text in texts.items():
             columns[name] = Ragged(*join_bytes([text]))
@@ -123,6 +133,22 @@ class Restart(NamedTuple):
     words: Ints
 
 
+class Save(NamedTuple):
+    """A saved state, before a row of one env or before a window of all.
+
+    Args:
+        row: of the env: number of its row that follows; of all envs: number of the first window that can be made.
+        window: that it is stored with.
+        place: its number there.
+        base: number of the window whose first reset gives the state that it is a difference from; -1 for none.
+    """
+
+    row: int
+    window: int
+    place: int
+    base: int
+
+
 class Windows:
     """The windows of a log, in order; the rows of most are on disk.
 
@@ -134,7 +160,7 @@ class Windows:
 
     def __init__(self, folder: Folder, num_envs: int, parts: int) -> None:
         self._folder = folder
-        self._num_envs = num_envs
+        self.num_envs = num_envs
         self._parts = parts
         self._recent: OrderedDict[int, Window] = OrderedDict()
         self._recent_bytes = 0
@@ -148,6 +174,9 @@ class Windows:
         #: Those of them that have a seed, or were the first of a new env.
         self.seeds: list[Event] = []
         self.restarts: list[list[Restart]] = [[] for _ in range(num_envs)]
+        self.saves: list[list[Save]] = [[] for _ in range(num_envs)]
+        #: Those of all envs together.
+        self.saves_of_all: list[Save] = []
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -165,7 +194,7 @@ class Windows:
         """Return how many rows each env has before a window, int64 ``[E]``."""
         if window:
             return self.env_ends[window - 1]
-        return np.zeros(self._num_envs, np.int64)
+        return np.zeros(self.num_envs, np.int64)
 
     def counts(self, window: int) -> Ints:
         """Return how many rows each env has in a window, int64 ``[E]``."""
@@ -180,7 +209,7 @@ class Windows:
     def add(self, window: Window) -> None:
         """Enter the next window, which is not on disk."""
         self._added[len(self)] = window
-        self._enter(window.counts, window.events, window.restarts, kept=bool(window.kept))
+        self._enter(window.counts, window.events, window.restarts, window.saves, kept=bool(window.kept))
 
     def load(self) -> None:
         """Enter all windows of the folder; only the columns of the index are read."""
@@ -192,8 +221,9 @@ class Windows:
                 counts = row["counts"].astype(np.int64)
                 events = row["events"]
                 restarts = row["restarts"]
-                _check_index(counts, events, restarts, self._num_envs)
-                self._enter(counts, events, restarts, kept=bool(row["is_kept"].any()))
+                saves = row["saves"]
+                _check_index(counts, events, restarts, saves, self.num_envs)
+                self._enter(counts, events, restarts, saves, kept=bool(row["is_kept"].any()))
 
     def get(self, number: int) -> Window:
         """Return a window."""
@@ -212,11 +242,17 @@ class Windows:
                 break
         return self._recent[number]
 
-    def _enter(self, counts: Ints, events: Ints, restarts: Ints, *, kept: bool) -> None:
+    def state(self, save: Save) -> bytes:
+        """Return a saved state, encoded."""
+        window = self.get(save.window)
+        ends = np.cumsum(window.saves[:, 2])
+        return window.states[int(ends[save.place] - window.saves[save.place, 2]) : int(ends[save.place])]
+
+    def _enter(self, counts: Ints, events: Ints, restarts: Ints, saves: Ints, *, kept: bool) -> None:
         """Enter the next window into the index."""
         number = len(self)
         before = self.env_begins(number)
-        envs = self._num_envs
+        envs = self.num_envs
 
         for event in events:
             local = event[1 : 1 + envs]
@@ -228,6 +264,12 @@ class Windows:
             env = int(restart[0])
             row = int(before[env] + restart[1])
             self.restarts[env].append(Restart(row, int(restart[2]), restart[3:]))
+        for place, (env, local, _, base) in enumerate(saves.tolist()):
+            if env < 0:
+                # A state in the middle of a window's rows serves the next one.
+                self.saves_of_all.append(Save(number + (local > 0), number, place, base))
+            else:
+                self.saves[env].append(Save(int(before[env]) + local, number, place, base))
 
         self.ends.append(self.rows + int(counts.sum()))
         self.env_ends.append(before + counts)
@@ -272,11 +314,16 @@ class Windows:
                 kept=row["kept"].tobytes(),
                 events=row["events"],
                 restarts=row["restarts"],
+                saves=row["saves"],
+                states=row["states"].tobytes(),
+                marks=row["marks"].tobytes(),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedFileError(f"it is not the folder of a replay log: {str(error)[:200]}") from None
 
-        _check_index(window.counts, window.events, window.restarts, self._num_envs)
+        _check_index(window.counts, window.events, window.restarts, window.saves, self.num_envs)
+        if window.saves[:, 2].sum() != len(window.states):
+            raise DamagedFileError("a window of the log has saved states of another length")
         if window.checksums.shape != window.counts.shape:
             raise DamagedFileError("a window of the log has checksums of another form")
         if window.digests.shape != (window.rows,) or window.digests.dtype != np.uint8:
@@ -284,7 +331,7 @@ class Windows:
         return window
 
 
-def _check_index(counts: Ints, events: Ints, restarts: Ints, envs: int) -> None:
+def _check_index(counts: Ints, events: Ints, restarts: Ints, saves: Ints, envs: int) -> None:
     """Raise DamagedFileError if the parts of a window do not fit together."""
     problem = None
     if counts.shape != (envs,) or counts.min() < 0 or not counts.any():
@@ -293,6 +340,8 @@ def _check_index(counts: Ints, events: Ints, restarts: Ints, envs: int) -> None:
         problem = "events of another form"
     elif restarts.dtype != np.int64 or restarts.shape[1:] != (RESTART,):
         problem = "restarts of another form"
+    elif saves.dtype != np.int64 or saves.shape[1:] != (SAVE,):
+        problem = "saved states of another form"
     else:
         local = events[:, 1 : 1 + envs]
         if len(local) and (local.min() < 0 or (local > counts).any() or (np.diff(local, axis=0) < 0).any()):
@@ -301,5 +350,16 @@ def _check_index(counts: Ints, events: Ints, restarts: Ints, envs: int) -> None:
             problem = "restarts of envs that it does not have"
         elif len(restarts) and ((restarts[:, 1] < 0) | (restarts[:, 1] >= counts[restarts[:, 0]])).any():
             problem = "restarts outside of its rows"
+        elif len(saves) and (saves[:, 0].min() < -1 or saves[:, 0].max() >= envs or saves[:, 2].min() < 0):
+            problem = "saved states of envs that it does not have"
+        elif len(saves) and ((saves[:, 1] < 0) | (saves[:, 1] > _most_before(saves, counts))).any():
+            problem = "saved states outside of its rows"
     if problem is not None:
         raise DamagedFileError(f"a window of the log has {problem}")
+
+
+def _most_before(saves: Ints, counts: Ints) -> Ints:
+    """Return how many rows a saved state can have before it in its window."""
+    of_all = saves[:, 0] < 0
+    most: Ints = np.where(of_all, counts.sum(), counts[saves[:, 0]])
+    return most
