@@ -1,10 +1,6 @@
 """`export_policy`: writes a policy to a file that needs neither flatroll nor torch, and proves it on stored rows."""
 
 import copy
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +23,7 @@ from flatroll.deploy.interface import (
 )
 from flatroll.deploy.proof import Rows, flat_rows, prove, read_column, read_rows
 from flatroll.deploy.records import Entry, Norm, PolicyRecord
-from flatroll.disk import files
+from flatroll.disk.beside import write_beside
 from flatroll.layout.checks import BLAMED, blame_entries, check_flags, check_path
 from flatroll.layout.keys import NestedKey, as_tuple
 from flatroll.modules.running_norm import RunningNorm
@@ -125,7 +121,7 @@ def _export(
     # of a copy: what happens to it while it is traced does not reach the policy that is compared
     file = KINDS[path.suffix](copy.deepcopy(on_host), interface, example)
 
-    with _beside(path) as beside:
+    with write_beside(path, replace=True) as beside:
         file.write(beside, None)
         comparison = prove(on_host, file.open(beside), rows, interface)
         record = PolicyRecord(
@@ -197,20 +193,3 @@ def _norms(policy: nn.Module) -> tuple[Norm, ...]:
         if isinstance(part, RunningNorm):
             found.append(Norm(name_of(part.in_key), int(part.statistics.count)))
     return tuple(found)
-
-
-@contextmanager
-def _beside(path: Path) -> Iterator[Path]:
-    """Yield a path for the new file, which is renamed to ``path`` at the end; after an error nothing is left."""
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is not a folder: create it first")
-
-    inside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".part", dir=folder))
-    try:
-        yield inside / path.name
-        files.sync_all(inside / path.name)
-        files.rename(inside / path.name, path.absolute())
-        files.sync_folder(folder)
-    finally:
-        shutil.rmtree(inside, ignore_errors=True)
