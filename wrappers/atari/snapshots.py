@@ -29,12 +29,10 @@ def _problem(env: Any) -> str | None:
 
 
 def _get(env: Any) -> dict[str, Any]:
-    ale = env.ale
-    state = ale.cloneState(include_rng=True)
-    held = None
-    if _stickiness(env) > 0 and not ale.game_over():
-        held = _find_held(env, state)
-    return {"state": state.serialize(), "held": held, "random": env.np_random.bit_generator.state}
+    snapshot = _sketch(env)
+    if snapshot["held"] == _OPEN:
+        snapshot["held"] = _find_held(env, env.ale.cloneState(include_rng=True))
+    return snapshot
 
 
 def _sketch(env: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Saves a whole stack, from the outermost wrapper to the single envs, and restores it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -47,12 +47,7 @@ def get_snapshot(env: object) -> list[Any]:
     >>> env.step(0)[0] == other.step(0)[0]
     array([ True,  True,  True,  True])
     """
-    _refuse(env)
-    return [
-        [type(layer).__name__, _describe(layer), copy_plain(family.get(layer))]
-        for layer, family in _walk(env)
-        if family is not None
-    ]
+    return _read(env, lambda family: family.get)
 
 
 def sketch_snapshot(env: object) -> list[Any]:
@@ -61,9 +56,14 @@ def sketch_snapshot(env: object) -> list[Any]:
     Raises:
         ValueError: see `get_snapshot`.
     """
+    return _read(env, lambda family: family.sketch or family.get)
+
+
+def _read(env: object, reader_of: Callable[[SnapshotFamily], Callable[[Any], Any]]) -> list[Any]:
+    """Return the name, the description and a copy of the state of each layer."""
     _refuse(env)
     return [
-        [type(layer).__name__, _describe(layer), copy_plain((family.sketch or family.get)(layer))]
+        [type(layer).__name__, _describe(layer), copy_plain(reader_of(family)(layer))]
         for layer, family in _walk(env)
         if family is not None
     ]
