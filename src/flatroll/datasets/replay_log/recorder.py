@@ -111,9 +111,8 @@ class Recorder:
         self._due = np.ones(self._num_envs, bool)
         # Saved states that no row belongs to yet: env, -1 for all, rows since the last window, and the state.
         self._saved: list[tuple[int, Ints, bytes]] = []
-        self._far: Ints = np.zeros(
-            self._num_envs, np.int64
-        )  # rows since the last point to start from, of each env
+        # Rows of each env since the last point to start from.
+        self._far: Ints = np.zeros(self._num_envs, np.int64)
         self._codes: dict[int, StateCode] = {}
         self._saves = states_problem(logged.facts, alone=self._recipe.alone) is None
         self._restarts_suffice: bool | None = None  # whether a generator's state does; None: not known
@@ -368,15 +367,13 @@ class Recorder:
         """Note the states after the first reset, which a reader can make again: others are stored as differences."""
         if not self._saves:
             return
-        for env in self._saved_envs():
+
+        envs = [-1]  # all together
+        if self._recipe.alone:
+            envs = list(range(self._num_envs))
+        for env in envs:
             base = state_of(self._logged.facts, self._runner, _number_of(env))
             self._codes[env] = StateCode(base)
-
-    def _saved_envs(self) -> list[int]:
-        """Return the envs whose states are saved apart: all of them, or -1 for those of all together."""
-        if self._recipe.alone:
-            return list(range(self._num_envs))
-        return [-1]
 
     def _take_saved(self, counts: Ints) -> dict[str, Any]:
         """Return the saved states that belong to rows of this window."""

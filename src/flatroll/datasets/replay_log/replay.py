@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import safetensors
@@ -43,6 +43,8 @@ _MOST_CODES = 256  # of saved states, that stay in memory
 _TOO_MANY = 4096
 _ENOUGH = 64  # rows after a restart that tell whether it leads to the right ones
 _TREE = "tree"  # name of the description among packed tensors
+
+T = TypeVar("T")
 
 
 class ColumnForm(NamedTuple):
@@ -220,6 +222,21 @@ class _Differs(Exception):
 Origin: TypeAlias = Restart | Event | Save
 
 
+def last_until(items: Sequence[T], row: int, key: Callable[[T], int]) -> T | None:
+    """Return the last of items in ascending order whose key is at most ``row``; None if there is none.
+
+    >>> last_until([2, 5, 9], 8, lambda item: item)
+    5
+    """
+    place = bisect_right(items, row, key=key)
+    return items[place - 1] if place else None
+
+
+def row_of(item: Restart | Save) -> int:
+    """Return the row that an env can be begun with."""
+    return item.row
+
+
 class Stage:
     """An env of a log, its runner and its feed."""
 
@@ -288,9 +305,8 @@ class Replayer:
         self._next = -1  # the window that the whole env makes next
         self._shown: tuple[int, TensorDict] | None = None  # the last one that it made
         self._decoded: OrderedDict[int, list[Tensor]] = OrderedDict()
-        self._before: Ints = np.zeros(
-            num_envs, np.int64
-        )  # rows of the next window that the whole env has behind it
+        # Rows of the next window that the whole env has behind it.
+        self._before: Ints = np.zeros(num_envs, np.int64)
 
         # What rows can begin with besides seeds, and what has led to other rows.
         self._codes: OrderedDict[tuple[int, int], StateCode] = OrderedDict()
@@ -452,20 +468,18 @@ class Replayer:
         They are in the order in which they are to be preferred if they are equally far.
         """
         starts: list[tuple[int, Origin]] = []
-        seeds = self._windows.seeds
-        place = bisect_right(seeds, row, key=lambda event: int(event.rows[env]))
-        if place and seeds[place - 1].seed != NEW:
-            starts.append((int(seeds[place - 1].rows[env]), seeds[place - 1]))
+        event = last_until(self._windows.seeds, row, lambda event: int(event.rows[env]))
+        if event is not None and event.seed != NEW:
+            starts.append((int(event.rows[env]), event))
 
-        restarts = self._windows.restarts[env]
-        place = bisect_right(restarts, row, key=lambda restart: restart.row)
-        if place and not self._restarts_are_wrong:
-            starts.append((restarts[place - 1].row, restarts[place - 1]))
+        restart = last_until(self._windows.restarts[env], row, row_of)
+        if restart is not None and not self._restarts_are_wrong:
+            starts.append((restart.row, restart))
 
-        saves = self._windows.saves[env]
-        place = bisect_right(saves, row, key=lambda save: save.row)
-        if place and saves[place - 1] not in self._wrong_saves:
-            starts.append((saves[place - 1].row, saves[place - 1]))
+        save = last_until(self._windows.saves[env], row, row_of)
+        if save is not None and save not in self._wrong_saves:
+            starts.append((save.row, save))
+
         if not starts:
             raise _Differs(self._windows.begins(0), env)
         return starts
@@ -534,11 +548,11 @@ class Replayer:
         None if none is before it, or if the rows between are too few to tell, or very many.
         """
         begin, end = self._range(Run(env, number, number + 1))[1:]
-        restarts = [restart for restart in self._windows.restarts[env] if restart.row <= begin]
-        if not restarts or not _ENOUGH <= end - restarts[-1].row <= _TOO_MANY:
+        restart = last_until(self._windows.restarts[env], begin, row_of)
+        if restart is None or not _ENOUGH <= end - restart.row <= _TOO_MANY:
             return None
         try:
-            self.env_rows(env, begin, end, [number], (restarts[-1].row, restarts[-1]))
+            self.env_rows(env, begin, end, [number], (restart.row, restart))
         except _Differs:
             return False
         return True
@@ -720,14 +734,13 @@ class Replayer:
 
     def _save_before(self, number: int) -> Save | None:
         """Return the last saved state of all envs from which a window can be made, if it is nearer than a reset."""
-        saves = self._windows.saves_of_all
-        place = bisect_right(saves, number, key=lambda save: save.row)
-        if not place or saves[place - 1] in self._wrong_saves:
+        save = last_until(self._windows.saves_of_all, number, row_of)
+        if save is None or save in self._wrong_saves:
             return None
         event = self._event_before(number)
-        if event is not None and event.window >= saves[place - 1].window:
+        if event is not None and event.window >= save.window:
             return None
-        return saves[place - 1]
+        return save
 
     def window(self, number: int) -> TensorDict:
         """Make all rows of a window; raise `_Differs` if they are not those that were collected."""

@@ -333,29 +333,47 @@ class Windows:
 
 def _check_index(counts: Ints, events: Ints, restarts: Ints, saves: Ints, envs: int) -> None:
     """Raise DamagedFileError if the parts of a window do not fit together."""
-    problem = None
-    if counts.shape != (envs,) or counts.min() < 0 or not counts.any():
-        problem = f"counts of {counts.shape} envs, expected {envs} and some rows"
-    elif events.dtype != np.int64 or events.shape[1:] != (1 + 2 * envs,):
-        problem = "events of another form"
-    elif restarts.dtype != np.int64 or restarts.shape[1:] != (RESTART,):
-        problem = "restarts of another form"
-    elif saves.dtype != np.int64 or saves.shape[1:] != (SAVE,):
-        problem = "saved states of another form"
-    else:
-        local = events[:, 1 : 1 + envs]
-        if len(local) and (local.min() < 0 or (local > counts).any() or (np.diff(local, axis=0) < 0).any()):
-            problem = "events outside of its rows"
-        elif len(restarts) and (restarts[:, 0].min() < 0 or restarts[:, 0].max() >= envs):
-            problem = "restarts of envs that it does not have"
-        elif len(restarts) and ((restarts[:, 1] < 0) | (restarts[:, 1] >= counts[restarts[:, 0]])).any():
-            problem = "restarts outside of its rows"
-        elif len(saves) and (saves[:, 0].min() < -1 or saves[:, 0].max() >= envs or saves[:, 2].min() < 0):
-            problem = "saved states of envs that it does not have"
-        elif len(saves) and ((saves[:, 1] < 0) | (saves[:, 1] > _most_before(saves, counts))).any():
-            problem = "saved states outside of its rows"
+    problem = _wrong_form(counts, events, restarts, saves, envs)
+    if problem is None:
+        problem = _wrong_places(counts, events, restarts, saves)
     if problem is not None:
         raise DamagedFileError(f"a window of the log has {problem}")
+
+
+def _wrong_form(counts: Ints, events: Ints, restarts: Ints, saves: Ints, envs: int) -> str | None:
+    """Return which part of a window has another shape or dtype than it must; None if all are right."""
+    if counts.shape != (envs,) or counts.min() < 0 or not counts.any():
+        return f"counts of {counts.shape} envs, expected {envs} and some rows"
+    if events.dtype != np.int64 or events.shape[1:] != (1 + 2 * envs,):
+        return "events of another form"
+    if restarts.dtype != np.int64 or restarts.shape[1:] != (RESTART,):
+        return "restarts of another form"
+    if saves.dtype != np.int64 or saves.shape[1:] != (SAVE,):
+        return "saved states of another form"
+    return None
+
+
+def _wrong_places(counts: Ints, events: Ints, restarts: Ints, saves: Ints) -> str | None:
+    """Return which part of a window names envs or rows that it does not have; None if all are right."""
+    envs = len(counts)
+    local = events[:, 1 : 1 + envs]
+    if len(local) and (local.min() < 0 or (local > counts).any() or (np.diff(local, axis=0) < 0).any()):
+        return "events outside of its rows"
+
+    if len(restarts):
+        (env, row) = restarts[:, :2].T
+        if env.min() < 0 or env.max() >= envs:
+            return "restarts of envs that it does not have"
+        if ((row < 0) | (row >= counts[env])).any():
+            return "restarts outside of its rows"
+
+    if len(saves):
+        (env, row, size) = saves[:, :3].T
+        if env.min() < -1 or env.max() >= envs or size.min() < 0:
+            return "saved states of envs that it does not have"
+        if ((row < 0) | (row > _most_before(saves, counts))).any():
+            return "saved states outside of its rows"
+    return None
 
 
 def _most_before(saves: Ints, counts: Ints) -> Ints:
