@@ -9,8 +9,10 @@ Consecutive observations of an env make a row. "Of the process" is by how much i
 included, such as the steps that wait to be stored.
 """
 
+import contextlib
 import importlib
 import importlib.util
+import io
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -48,15 +50,20 @@ def make_sb3(rows: int) -> Any:
     )
 
 
-def make_peer(method: str, rows: int) -> Any:
-    """Create a buffer of sb3-extra-buffers, as its examples do."""
-    compressed: Any = importlib.import_module("sb3_extra_buffers.compressed")
-    space = SPACES[0]
+def make_peer(method: str, *args: Any, **options: Any) -> Any:
+    """Create a buffer of sb3-extra-buffers, as its examples do, from the arguments of SB3's own."""
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints which methods it has
+        compressed: Any = importlib.import_module("sb3_extra_buffers.compressed")
+    space = args[1]
     dtypes = compressed.find_buffer_dtypes(
         obs_shape=space.shape, elem_dtype=space.dtype, compression_method=method
     )
-    options = {"dtypes": dtypes, "compression_method": method}
-    return compressed.CompressedReplayBuffer(rows, *SPACES, "cpu", ENVS, **options)
+    return compressed.CompressedReplayBuffer(*args, dtypes=dtypes, compression_method=method, **options)
+
+
+def make_peer_here(method: str, rows: int) -> Any:
+    """Create one for the games here."""
+    return make_peer(method, rows, *SPACES, "cpu", ENVS)
 
 
 def make_ours(options: dict[str, Any], rows: int) -> Any:
@@ -115,7 +122,7 @@ def contenders() -> dict[str, tuple[Callable[[int], Any], int]]:
     made: dict[str, tuple[Callable[[int], Any], int]] = {"stable-baselines3": (make_sb3, SB3_STEPS)}
     if importlib.util.find_spec("sb3_extra_buffers"):
         for method in ("igzip1", "zstd-3"):
-            made[f"{PEER}, {method}"] = partial(make_peer, method), STEPS
+            made[f"{PEER}, {method}"] = partial(make_peer_here, method), STEPS
     ours = {"frame_stack": 4, "codec": "zstd"}
     made["ours, frames + zstd"] = partial(make_ours, ours), STEPS
     return made

@@ -11,10 +11,8 @@ observation can be compared with the one that was written.
 """
 
 import argparse
-import contextlib
 import importlib
 import importlib.util
-import io
 import statistics
 import tempfile
 import threading
@@ -32,6 +30,7 @@ from torch import Tensor
 
 from benchmarks.measure.resident import alone, resident_growth
 from benchmarks.measure.timing import table
+from benchmarks.trainers.bench_atari import make_peer
 from benchmarks.trainers.mspacman import STACK, Stream, load_all, play, play_all
 from flatroll.buffers import LazyTensorStorage, ReplayBuffer
 
@@ -128,17 +127,6 @@ class Steps:
     def sample(self) -> tuple[Tensor, Tensor, Tensor]:
         rows = self.buffer.sample(SAMPLE)
         return rows.observations, rows.next_observations, rows.rewards.view(-1)
-
-
-def make_peer(method: str, *args: Any, **options: Any) -> Any:
-    """Create a buffer of sb3-extra-buffers, as its examples do."""
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints which methods it has
-        compressed: Any = importlib.import_module("sb3_extra_buffers.compressed")
-    space = args[1]
-    dtypes = compressed.find_buffer_dtypes(
-        obs_shape=space.shape, elem_dtype=space.dtype, compression_method=method
-    )
-    return compressed.CompressedReplayBuffer(*args, dtypes=dtypes, compression_method=method, **options)
 
 
 def make_ours(*args: Any) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 from torch import nn
 
 from flatroll.layout.checks import check_whole_number, check_writer_number
-from flatroll.rollouts.arguments import check_counts, check_together
+from flatroll.rollouts.arguments import check_counts, check_together, env_function
 from flatroll.rollouts.workers.options import FOR_WORKERS, Plan, TeamOptions
 
 #: A function that makes a policy, or None.
@@ -151,7 +151,7 @@ def list_env_functions(
         if splits > 1 and isinstance(function, (list, tuple)):
             parts = function
         for part in parts:
-            if not callable(part) or (hasattr(part, "step") and not isinstance(part, type)):
+            if env_function(part) is None:
                 raise TypeError(
                     "create_env_fn must be a function that makes an env, since each worker creates its own, got "
                     f"{part!r}: write lambda: gymnasium.make(...)"
