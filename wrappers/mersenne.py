@@ -7,7 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 _WORDS = 624
-_TEXT = re.compile(rb"(?<![0-9])(?:[0-9]{1,10} ){624}[0-9]{1,3}(?![0-9])")
+#: Without leading zeros: numbers have one form only.
+_TEXT = re.compile(rb"(?<![0-9])(?:(?:0|[1-9][0-9]{0,9}) ){624}(?:0|[1-9][0-9]{0,2})(?![0-9])")
 
 
 class Twister(NamedTuple):
@@ -37,12 +38,9 @@ def find_twisters(data: bytes) -> list[Twister]:
         return found
 
     for match in _TEXT.finditer(data):
-        numbers = [int(number) for number in match[0].split()]
-        if numbers[_WORDS] > _WORDS or max(numbers) >= 2**32:
-            continue
-        words = np.array(numbers, np.uint32)
-        if twister_text(words) == match[0]:
-            found.append(Twister(match.start(), match.end(), words))
+        numbers = np.fromstring(match[0].decode(), np.uint64, sep=" ")
+        if numbers[_WORDS] <= _WORDS and numbers.max() < 2**32:
+            found.append(Twister(match.start(), match.end(), numbers.astype(np.uint32)))
     return found
 
 

@@ -122,6 +122,7 @@ class Runner:
         self._dense_finals = facts.dense_finals
         self._whole_finals = facts.whole_finals
         self._looks_for_rewards = facts.shows_lost_rewards
+        self._misses_infos = bool(keys.infos)
         self._one_obs = keys.obs_paths == ((),)
         self._one_action = keys.action_paths == ((),)
         self._seen_keys = (*keys.obs, *keys.roots)
@@ -373,6 +374,15 @@ class Runner:
         if self._module is not None and snapshot["policy"] is not None:
             self._module.set_snapshot(snapshot["policy"])
         self.window.set_snapshot(snapshot["window"])
+
+    def trust(self) -> None:
+        """Look no more for what a collector of the same rows has looked for: it has warned, or found nothing.
+
+        An entry of ``info_keys`` that no step returns has no column.
+        """
+        self.action_range = None
+        self._looks_for_rewards = False
+        self._misses_infos = False
 
     def get_shown(self) -> dict[str, Any]:
         """Return what the env showed in its last step or reset, as plain values: what the next step reads."""
@@ -648,8 +658,9 @@ class Runner:
 
     def lay_out(self, mask: Array, compact: bool) -> tuple[TensorDict, TensorDict | None]:
         """Build a flat batch of the transitions where ``mask`` is True, and its ``final`` if compact."""
-        if self.keys.infos:
+        if self._misses_infos:
             self._infos.check_seen(self._info)
+        if self.keys.infos:
             self._infos.check_known()
 
         if not self._dense_finals:

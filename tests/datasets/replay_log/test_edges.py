@@ -233,7 +233,7 @@ def test_opening_a_log_reads_its_index_only(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(Folder, "read_rows", noted)
     with ReplayLog(tmp_path / "log") as log:
-        assert {names for _, _, names in asked} == {("counts", "events", "restarts", "saves", "is_kept")}
+        assert {names for _, _, names in asked} == {("index",)}
         asked.clear()
         assert_equal(log.rows(), rows)
         files = len(log._folder.segments)

@@ -66,8 +66,8 @@ class Forgetful(Hidden):
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """States are saved after few rows."""
-    monkeypatch.setattr(recorder, "_FAR", 60)
-    monkeypatch.setattr(recorder, "_FAR_TOGETHER", 60)
+    for name in ("_FAR", "_FAR_ONLY", "_FAR_TOGETHER"):
+        monkeypatch.setattr(recorder, name, 60)
     monkeypatch.setattr(recorder, "_BYTES_PER_ROW", 20)
 
 

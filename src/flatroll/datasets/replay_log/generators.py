@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import SyncVectorEnv
 
-from flatroll.datasets.replay_log.windows import Ints, Restart
+from flatroll.datasets.replay_log.varints import Ints
+from flatroll.datasets.replay_log.windows import Restart
 from flatroll.rollouts.env_facts import EnvFacts
 from flatroll.wrappers.source import innermost
 

@@ -1,6 +1,6 @@
 """Where trajectories begin and end, as few bytes, and the marker columns that follow from that."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -8,7 +8,8 @@ import torch
 from tensordict import TensorDict
 
 from flatroll.datasets.replay_log.actions import expand, squeeze
-from flatroll.datasets.replay_log.windows import Event, Ints, Windows
+from flatroll.datasets.replay_log.varints import Ints, decode_varints, encode_varints
+from flatroll.datasets.replay_log.windows import Event, Windows
 from flatroll.disk.tensor_file import DamagedFileError
 from flatroll.layout.keys import DONE, NestedKey
 from flatroll.layout.tensordict_seam import nest
@@ -32,32 +33,32 @@ def encode_marks(init: Flags, done: Flags, counts: Ints) -> bytes:
     """
     # A row after the last of an episode is the first of the next one: the exceptions are stored.
     unexpected = init ^ _after(done, counts)
-    numbers = []
+    numbers: list[int] = []
     for flags in (done, unexpected):
         places = np.flatnonzero(flags)
         numbers += [len(places), *np.diff(places, prepend=0).tolist()]
-    return squeeze(b"".join(map(_varint, numbers)))
+    return squeeze(encode_varints(numbers))
 
 
 def decode_marks(packed: bytes, counts: Ints) -> tuple[Flags, Flags]:
     """Invert `encode_marks`; DamagedFileError for anything else."""
     rows = int(counts.sum())
     data = expand(packed, 20 * (rows + 1))
-    numbers = _numbers(data)
+    numbers, _ = decode_varints(np.frombuffer(data, np.uint8))
     found = []
-    try:
-        for _ in range(2):
-            count = next(numbers)
-            if count > rows:
-                raise DamagedFileError("a window of the log has more ends than rows")
-            places = np.cumsum([next(numbers) for _ in range(count)], dtype=np.int64)
-            if count and not 0 <= places.min() <= places.max() < rows:
-                raise DamagedFileError("a window of the log has ends outside of its rows")
-            flags = np.zeros(rows, bool)
-            flags[places] = True
-            found.append(flags)
-    except StopIteration:
-        raise DamagedFileError("a window of the log lacks ends of trajectories") from None
+    for _ in range(2):
+        if not len(numbers):
+            raise DamagedFileError("a window of the log lacks ends of trajectories")
+        count = int(numbers[0])
+        if not 0 <= count < len(numbers):
+            raise DamagedFileError("a window of the log has other ends of trajectories than it says")
+        gaps = numbers[1 : 1 + count]
+        numbers = numbers[1 + count :]
+        if count and (gaps.min() < 0 or gaps.max() >= rows or gaps.sum() >= rows):
+            raise DamagedFileError("a window of the log has ends outside of its rows")
+        flags = np.zeros(rows, bool)
+        flags[np.cumsum(gaps)] = True
+        found.append(flags)
     done, unexpected = found
     return unexpected ^ _after(done, counts), done
 
@@ -68,30 +69,6 @@ def _after(done: Flags, counts: Ints) -> Flags:
     begins = np.cumsum(counts) - counts
     after[begins[counts > 0]] = False
     return after
-
-
-def _varint(number: int) -> bytes:
-    """Return a number as 7 bits a byte, the last ones first."""
-    parts = []
-    while number >= 128:
-        parts.append(number & 127 | 128)
-        number >>= 7
-    return bytes([*parts, number])
-
-
-def _numbers(data: bytes) -> Iterator[int]:
-    """Yield the numbers that `_varint` wrote end to end."""
-    number = 0
-    shift = 0
-    for byte in data:
-        number |= (byte & 127) << shift
-        shift += 7
-        if byte < 128:
-            yield number
-            number = 0
-            shift = 0
-        elif shift > 63:
-            raise DamagedFileError("a window of the log has a number of more than 64 bits")
 
 
 class Markers:

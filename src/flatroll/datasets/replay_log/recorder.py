@@ -32,12 +32,12 @@ from flatroll.datasets.replay_log.replay import (
 )
 from flatroll.datasets.replay_log.state_code import StateCode
 from flatroll.datasets.replay_log.states import can_save, state_of, states_problem
+from flatroll.datasets.replay_log.varints import Ints
 from flatroll.datasets.replay_log.windows import (
     NEW,
     RESTART,
     SAVE,
     UNSEEDED,
-    Ints,
     Window,
     Windows,
 )
@@ -68,7 +68,8 @@ FORM = 1
 _GAP = 256
 #: Rows of an env after a point from which it can certainly be stepped again, before its state is saved.
 _FAR = 384
-_FAR_TOGETHER = 4 * _FAR  # of all envs: to save their state takes longer
+_FAR_ONLY = 192  # where states of generators do not suffice: there are no other points
+_FAR_TOGETHER = 1536  # of all envs: to save their state takes longer
 #: Bytes of saved states for each row.
 _BYTES_PER_ROW = 0.85
 #: Envs whose first rows are made again at once, to find an env that is not deterministic.
@@ -414,8 +415,11 @@ class Recorder:
                 self._far[:] = 0
             return
 
+        far = _FAR
+        if self._restarts_suffice is False:
+            far = _FAR_ONLY
         # Where not all can be paid for, the farthest come first.
-        due = np.flatnonzero(self._far >= _FAR)
+        due = np.flatnonzero(self._far >= far)
         for env in due[np.argsort(-self._far[due], kind="stable")].tolist():
             if self._allowed < self._state_bytes:
                 break

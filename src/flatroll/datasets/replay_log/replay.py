@@ -24,7 +24,8 @@ from flatroll.datasets.replay_log.marks import decode_marks
 from flatroll.datasets.replay_log.recipe import EnvMaker
 from flatroll.datasets.replay_log.state_code import StateCode
 from flatroll.datasets.replay_log.states import RECENT, actions_before, put_state, state_of, states_from
-from flatroll.datasets.replay_log.windows import NEW, UNSEEDED, Event, Ints, Restart, Save, Window, Windows
+from flatroll.datasets.replay_log.varints import Ints
+from flatroll.datasets.replay_log.windows import NEW, UNSEEDED, Event, Restart, Save, Window, Windows
 from flatroll.disk.state_tree import DamagedState, from_text, pack, to_text, unpack
 from flatroll.disk.tensor_file import DTYPES, DamagedFileError
 from flatroll.layout.boundaries import run_ends
@@ -247,9 +248,7 @@ class Stage:
             devices=make_devices(facts.device), exploration=InteractionType.RANDOM, seed=0
         )
         self.runner = Runner(facts, self.feed, steps, options)
-        # The collector has warned of both.
-        self.runner.action_range = None
-        self.runner._looks_for_rewards = False
+        self.runner.trust()
 
         marker = find_wrapper(facts.env, TrajId)
         assert marker is not None  # `read_env` adds it
@@ -476,7 +475,8 @@ class Replayer:
         if restart is not None and not self._restarts_are_wrong:
             starts.append((restart.row, restart))
 
-        save = last_until(self._windows.saves[env], row, row_of)
+        # The row that follows a saved state has no observation.
+        save = last_until(self._windows.saves[env], row - 1, row_of)
         if save is not None and save not in self._wrong_saves:
             starts.append((save.row, save))
 

@@ -39,12 +39,13 @@ def states_problem(facts: EnvFacts, *, alone: bool) -> str | None:
 
 
 def state_of(facts: EnvFacts, runner: Runner, env: int | None) -> dict[str, Any]:
-    """Return the state of one env in the middle of an episode, as if it were alone, or of all envs."""
-    shown = runner.get_shown()
-    if env is None:
-        return {"env": get_snapshot(facts.env), "shown": shown}
+    """Return the state of one env in the middle of an episode, as if it were alone, or of all envs.
 
-    cut = {name: _of_env(shown[name], env, runner.num_envs) for name in ("observation", "info")}
+    That of one env is without its observation, which would be most of it: the env makes the next ones.
+    """
+    if env is None:
+        return {"env": get_snapshot(facts.env), "shown": runner.get_shown()}
+
     held = {
         type(marker).__name__: _of_env(get_attributes(marker, marker.row_state or ()), env, runner.num_envs)
         for marker in _markers(facts)
@@ -53,7 +54,6 @@ def state_of(facts: EnvFacts, runner: Runner, env: int | None) -> dict[str, Any]
     single = single_envs(facts)[env]
     return {
         "env": sketch_snapshot(single),
-        "shown": {**cut, "seen": shown["seen"]},
         "markers": held,
         "elapsed": elapsed,
     }
@@ -80,7 +80,7 @@ def states_from(facts: EnvFacts, state: Any, actions: Sequence[int]) -> Iterator
 
 
 def put_state(facts: EnvFacts, runner: Runner, state: Any, *, alone: bool) -> None:
-    """Let an env that was reset go on from a state: one env alone, or all.
+    """Let an env that was reset go on from a state: one env alone, whose next row has a wrong observation, or all.
 
     Raises:
         DamagedFileError: it is not the state of such an env.
@@ -91,15 +91,11 @@ def put_state(facts: EnvFacts, runner: Runner, state: Any, *, alone: bool) -> No
     try:
         _check_form(sketch_snapshot(env), state["env"])
         set_snapshot(env, state["env"])
-        shown = state["shown"]
-        now = runner.get_shown()
-        _check_form(now["observation"], shown["observation"])
         if alone:
             _put_one(facts, state)
-            shown = {**now, "observation": shown["observation"], "seen": shown["seen"]}
-            shown["info"] = {**now["info"], **state["shown"]["info"]}
-            shown["ended"] = copy_plain(facts.stream.ended)
-        runner.set_shown(shown)
+        else:
+            _check_form(runner.get_shown()["observation"], state["shown"]["observation"])
+            runner.set_shown(state["shown"])
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         raise _damaged(error) from None
 

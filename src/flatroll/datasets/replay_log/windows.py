@@ -5,20 +5,18 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from flatroll.datasets.replay_log.actions import join_bytes
 from flatroll.datasets.replay_log.digests import Words
+from flatroll.datasets.replay_log.varints import Bytes, Ints, decode_varints, encode_varints
 from flatroll.disk.folder import Folder
 from flatroll.disk.segments import Column, Ragged
 from flatroll.disk.tensor_file import DamagedFileError
-
-Ints = npt.NDArray[np.int64]
 
 #: Instead of the seed of a reset: the env was reset without one, or was new and had been seeded when it was made.
 UNSEEDED = -1
@@ -29,11 +27,15 @@ RESTART = 8
 #: Numbers of a saved state: env, -1 for all; rows of the env (of all) in the window before it; bytes; number of the
 #: window with the reset after which the state is that which this one is stored as a difference from, -1 for none.
 SAVE = 4
+#: Rows of an env in a window at most, and bytes of a saved state.
+_MOST = 2**31 - 1
+_PARTS = 6  # of a window's bytes, besides those of the action
 #: Windows that stay in memory, and their bytes if they are more than one.
 _CACHED = 64
 _CACHED_BYTES = 64 << 20
-#: The columns that the index is made of.
-_INDEX = ("counts", "events", "restarts", "saves", "is_kept")
+#: A window is one row of a folder: numbers that are always in memory, and the rest.
+_INDEX = "index"
+_BODY = "body"
 
 
 @dataclass
@@ -79,26 +81,98 @@ class Window:
 
     def to_columns(self) -> dict[str, Column]:
         """Return it as one row of a folder."""
-        envs = len(self.counts)
-        columns: dict[str, Column] = {
-            "counts": torch.from_numpy(self.counts.astype(np.int32)).view(1, envs),
-            "checksums": torch.from_numpy(self.checksums.view(np.int64)).view(1, envs),
-            "digests": _ragged(torch.from_numpy(self.digests)),
-            "events": _ragged(torch.from_numpy(self.events.reshape(-1, 1 + 2 * envs))),
-            "restarts": _ragged(torch.from_numpy(self.restarts)),
-            "saves": _ragged(torch.from_numpy(self.saves)),
-            "is_kept": torch.tensor([bool(self.kept)]),
+        index = Index(self.counts, self.events, self.restarts, self.saves, bool(self.kept))
+        parts = [
+            self.checksums.tobytes(),
+            self.digests.tobytes(),
+            self.outputs,
+            self.kept,
+            self.states,
+            self.marks,
+            *self.actions,
+        ]
+        lengths = encode_varints([len(part) for part in parts])
+        return {
+            _INDEX: Ragged(*join_bytes([index.encode()])),
+            _BODY: Ragged(*join_bytes([b"".join([lengths, *parts])])),
         }
-        texts = {"outputs": self.outputs, "kept": self.kept, "states": self.states, "marks": self.marks}
-        texts |= {f"action{i}": packed for i, packed in enumerate(self.actions)}
-        for name, text in texts.items():
-            columns[name] = Ragged(*join_bytes([text]))
-        return columns
 
 
-def _ragged(values: Tensor) -> Ragged:
-    """Return the values of one row."""
-    return Ragged(values.contiguous(), torch.tensor([len(values)]))
+class Index(NamedTuple):
+    """What of a window is always in memory.
+
+    Args:
+        counts, events, restarts, saves: see `Window`.
+        is_kept: whether the rows are kept.
+    """
+
+    counts: Ints
+    events: Ints
+    restarts: Ints
+    saves: Ints
+    is_kept: bool
+
+    def encode(self) -> bytes:
+        """Return it as bytes."""
+        tables = [self.events, self.restarts, self.saves]
+        lengths = [len(table) for table in tables]
+        flat = [table.reshape(-1) for table in tables]
+        return encode_varints(np.concatenate([[self.is_kept], self.counts, lengths, *flat]))
+
+    @classmethod
+    def decode(cls, data: Bytes, envs: int) -> "Index":
+        """Invert `encode`; DamagedFileError for anything else."""
+        numbers, _ = decode_varints(data)
+        at = 0
+
+        def take(size: int) -> Ints:
+            nonlocal at
+            if not 0 <= size <= len(numbers) - at:
+                raise DamagedFileError("a window of the log is shorter than it says")
+            at += size
+            return numbers[at - size : at]
+
+        (is_kept,) = take(1)
+        counts = take(envs)
+        lengths = take(3).tolist()
+        events, restarts, saves = (
+            take(length * width).reshape(length, width)
+            for length, width in zip(lengths, (1 + 2 * envs, RESTART, SAVE), strict=True)
+        )
+        if at != len(numbers):
+            raise DamagedFileError("a window of the log is longer than it says")
+        index = cls(counts, events, restarts, saves, bool(is_kept))
+        problem = index.problem()
+        if problem is not None:
+            raise DamagedFileError(f"a window of the log has {problem}")
+        return index
+
+    def problem(self) -> str | None:
+        """Return which part names rows or envs that the window does not have; None if all are right."""
+        counts = self.counts
+        envs = len(counts)
+        if counts.min() < 0 or not counts.any() or counts.max() > _MOST:
+            return f"{int(counts.sum()):,} rows"
+
+        local = self.events[:, 1 : 1 + envs]
+        if len(local) and (local.min() < 0 or (local > counts).any() or (np.diff(local, axis=0) < 0).any()):
+            return "events outside of its rows"
+
+        if len(self.restarts):
+            (env, row) = self.restarts[:, :2].T
+            if env.min() < 0 or env.max() >= envs:
+                return "restarts of envs that it does not have"
+            if ((row < 0) | (row >= counts[env])).any():
+                return "restarts outside of its rows"
+
+        if len(self.saves):
+            (env, row, size) = self.saves[:, :3].T
+            if env.min() < -1 or env.max() >= envs or size.min() < 0 or size.max() > _MOST:
+                return "saved states of envs that it does not have, or of no size"
+            most = np.where(env < 0, counts.sum(), counts[env])
+            if ((row < 0) | (row > most)).any():
+                return "saved states outside of its rows"
+        return None
 
 
 class Event(NamedTuple):
@@ -137,7 +211,8 @@ class Save(NamedTuple):
     """A saved state, before a row of one env or before a window of all.
 
     Args:
-        row: of the env: number of its row that follows; of all envs: number of the first window that can be made.
+        row: of the env: number of its row that follows, whose observation is not known: rows after it can be made. Of
+            all envs: number of the first window that can be made.
         window: that it is stored with.
         place: its number there.
         base: number of the window whose first reset gives the state that it is a difference from; -1 for none.
@@ -209,7 +284,7 @@ class Windows:
     def add(self, window: Window) -> None:
         """Enter the next window, which is not on disk."""
         self._added[len(self)] = window
-        self._enter(window.counts, window.events, window.restarts, window.saves, kept=bool(window.kept))
+        self._enter(Index(window.counts, window.events, window.restarts, window.saves, bool(window.kept)))
 
     def load(self) -> None:
         """Enter all windows of the folder; only the columns of the index are read."""
@@ -217,13 +292,8 @@ class Windows:
             first = max(len(self), segment.first)
             if first >= segment.end:
                 continue
-            for row in self._read(first, segment.end, _INDEX):
-                counts = row["counts"].astype(np.int64)
-                events = row["events"]
-                restarts = row["restarts"]
-                saves = row["saves"]
-                _check_index(counts, events, restarts, saves, self.num_envs)
-                self._enter(counts, events, restarts, saves, kept=bool(row["is_kept"].any()))
+            for row in self._read(first, segment.end, (_INDEX,)):
+                self._enter(Index.decode(row[_INDEX], self.num_envs))
 
     def get(self, number: int) -> Window:
         """Return a window."""
@@ -248,32 +318,32 @@ class Windows:
         ends = np.cumsum(window.saves[:, 2])
         return window.states[int(ends[save.place] - window.saves[save.place, 2]) : int(ends[save.place])]
 
-    def _enter(self, counts: Ints, events: Ints, restarts: Ints, saves: Ints, *, kept: bool) -> None:
+    def _enter(self, index: Index) -> None:
         """Enter the next window into the index."""
         number = len(self)
         before = self.env_begins(number)
         envs = self.num_envs
 
-        for event in events:
+        for event in index.events:
             local = event[1 : 1 + envs]
             found = Event(number, int(event[0]), local, before + local, event[1 + envs :])
             self.events.append(found)
             if found.seed != UNSEEDED:
                 self.seeds.append(found)
-        for restart in restarts:
+        for restart in index.restarts:
             env = int(restart[0])
             row = int(before[env] + restart[1])
             self.restarts[env].append(Restart(row, int(restart[2]), restart[3:]))
-        for place, (env, local, _, base) in enumerate(saves.tolist()):
+        for place, (env, local, _, base) in enumerate(index.saves.tolist()):
             if env < 0:
                 # A state in the middle of a window's rows serves the next one.
                 self.saves_of_all.append(Save(number + (local > 0), number, place, base))
             else:
                 self.saves[env].append(Save(int(before[env]) + local, number, place, base))
 
-        self.ends.append(self.rows + int(counts.sum()))
-        self.env_ends.append(before + counts)
-        self.kept.append(kept)
+        self.ends.append(self.rows + int(index.counts.sum()))
+        self.env_ends.append(before + index.counts)
+        self.kept.append(index.is_kept)
 
     def _remember(self, number: int, window: Window) -> None:
         """Keep a window in memory; forget those that were used longest ago."""
@@ -284,100 +354,58 @@ class Windows:
         while len(self._recent) > 1 and (len(self._recent) > _CACHED or self._recent_bytes > _CACHED_BYTES):
             self._recent_bytes -= self._recent.popitem(last=False)[1].bytes
 
-    def _read(self, first: int, end: int, names: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
-        """Read windows ``[first, end)``: the values of each column as arrays."""
+    def _read(
+        self, first: int, end: int, names: Sequence[str] = (_INDEX, _BODY)
+    ) -> Iterator[dict[str, Bytes]]:
+        """Read windows ``[first, end)``: the bytes of each column."""
         try:
             columns = self._folder.read_rows(first, end, names)
         except KeyError as error:
             raise DamagedFileError(f"it is not the folder of a replay log: no {error}") from None
 
-        split: dict[str, Sequence[Tensor]] = {}
+        split: dict[str, list[Bytes]] = {}
         for name, column in columns.items():
-            if isinstance(column, Ragged):
-                ends = column.lengths.cumsum(0).tolist()
-                begins = [0, *ends[:-1]]
-                split[name] = [column.values[begin:end] for begin, end in zip(begins, ends, strict=True)]
-            else:
-                split[name] = column.unbind()
+            if (
+                not isinstance(column, Ragged)
+                or column.values.dtype != torch.uint8
+                or column.values.ndim != 1
+            ):
+                raise DamagedFileError(f"it is not the folder of a replay log: {name!r} is no bytes")
+            ends = column.lengths.cumsum(0).tolist()
+            begins = [0, *ends[:-1]]
+            data: Bytes = column.values.numpy()
+            split[name] = [data[begin:end] for begin, end in zip(begins, ends, strict=True)]
         for place in range(end - first):
-            yield {name: values[place].numpy() for name, values in split.items()}
+            yield {name: values[place] for name, values in split.items()}
 
-    def _parse(self, row: Mapping[str, Any]) -> Window:
+    def _parse(self, row: Mapping[str, Bytes]) -> Window:
         """Return the window in a row of the folder; DamagedFileError if it is none."""
-        try:
-            window = Window(
-                counts=row["counts"].astype(np.int64),
-                checksums=row["checksums"].view(np.uint64),
-                digests=row["digests"],
-                actions=[row[f"action{i}"].tobytes() for i in range(self._parts)],
-                outputs=row["outputs"].tobytes(),
-                kept=row["kept"].tobytes(),
-                events=row["events"],
-                restarts=row["restarts"],
-                saves=row["saves"],
-                states=row["states"].tobytes(),
-                marks=row["marks"].tobytes(),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise DamagedFileError(f"it is not the folder of a replay log: {str(error)[:200]}") from None
+        index = Index.decode(row[_INDEX], self.num_envs)
+        body = row[_BODY]
+        lengths, at = decode_varints(body, _PARTS + self._parts)
+        if lengths.min() < 0 or lengths.max() > len(body) or at + lengths.sum() != len(body):
+            raise DamagedFileError("a window of the log has another length than its parts")
+        ends = at + np.cumsum(lengths)
+        parts = [body[begin:end] for begin, end in zip((ends - lengths).tolist(), ends.tolist(), strict=True)]
+        checksums, digests, outputs, kept, states, marks, *actions = parts
 
-        _check_index(window.counts, window.events, window.restarts, window.saves, self.num_envs)
-        if window.saves[:, 2].sum() != len(window.states):
+        counts = index.counts
+        if len(checksums) != 8 * self.num_envs or len(digests) != counts.sum():
+            raise DamagedFileError("a window of the log has checksums of another number of rows")
+        if index.saves[:, 2].sum() != len(states):
             raise DamagedFileError("a window of the log has saved states of another length")
-        if window.checksums.shape != window.counts.shape:
-            raise DamagedFileError("a window of the log has checksums of another form")
-        if window.digests.shape != (window.rows,) or window.digests.dtype != np.uint8:
-            raise DamagedFileError("a window of the log has digests of another number of rows")
-        return window
-
-
-def _check_index(counts: Ints, events: Ints, restarts: Ints, saves: Ints, envs: int) -> None:
-    """Raise DamagedFileError if the parts of a window do not fit together."""
-    problem = _wrong_form(counts, events, restarts, saves, envs)
-    if problem is None:
-        problem = _wrong_places(counts, events, restarts, saves)
-    if problem is not None:
-        raise DamagedFileError(f"a window of the log has {problem}")
-
-
-def _wrong_form(counts: Ints, events: Ints, restarts: Ints, saves: Ints, envs: int) -> str | None:
-    """Return which part of a window has another shape or dtype than it must; None if all are right."""
-    if counts.shape != (envs,) or counts.min() < 0 or not counts.any():
-        return f"counts of {counts.shape} envs, expected {envs} and some rows"
-    if events.dtype != np.int64 or events.shape[1:] != (1 + 2 * envs,):
-        return "events of another form"
-    if restarts.dtype != np.int64 or restarts.shape[1:] != (RESTART,):
-        return "restarts of another form"
-    if saves.dtype != np.int64 or saves.shape[1:] != (SAVE,):
-        return "saved states of another form"
-    return None
-
-
-def _wrong_places(counts: Ints, events: Ints, restarts: Ints, saves: Ints) -> str | None:
-    """Return which part of a window names envs or rows that it does not have; None if all are right."""
-    envs = len(counts)
-    local = events[:, 1 : 1 + envs]
-    if len(local) and (local.min() < 0 or (local > counts).any() or (np.diff(local, axis=0) < 0).any()):
-        return "events outside of its rows"
-
-    if len(restarts):
-        (env, row) = restarts[:, :2].T
-        if env.min() < 0 or env.max() >= envs:
-            return "restarts of envs that it does not have"
-        if ((row < 0) | (row >= counts[env])).any():
-            return "restarts outside of its rows"
-
-    if len(saves):
-        (env, row, size) = saves[:, :3].T
-        if env.min() < -1 or env.max() >= envs or size.min() < 0:
-            return "saved states of envs that it does not have"
-        if ((row < 0) | (row > _most_before(saves, counts))).any():
-            return "saved states outside of its rows"
-    return None
-
-
-def _most_before(saves: Ints, counts: Ints) -> Ints:
-    """Return how many rows a saved state can have before it in its window."""
-    of_all = saves[:, 0] < 0
-    most: Ints = np.where(of_all, counts.sum(), counts[saves[:, 0]])
-    return most
+        if bool(len(kept)) != index.is_kept:
+            raise DamagedFileError("a window of the log does not have the rows that it keeps")
+        return Window(
+            counts=counts,
+            checksums=np.frombuffer(checksums.tobytes(), np.uint64),
+            digests=digests,
+            actions=[part.tobytes() for part in actions],
+            outputs=outputs.tobytes(),
+            kept=kept.tobytes(),
+            events=index.events,
+            restarts=index.restarts,
+            saves=index.saves,
+            states=states.tobytes(),
+            marks=marks.tobytes(),
+        )
