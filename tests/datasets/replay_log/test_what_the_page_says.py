@@ -243,7 +243,7 @@ def test_envpool_in_async_mode_is_refused(tmp_path: Path) -> None:
 
 def test_another_make_is_not_asked_for_where_rows_are_kept(tmp_path: Path) -> None:
     """`gymnasium.make` knows this id in this process only: a log of kept rows needs no env."""
-    gym.register("Ignored-v0", Ignored)
+    gym.register("Ignored-v0", lambda **arguments: Ignored())
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
