@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from gymnasium import spaces
 from gymnasium.vector import VectorEnv, VectorWrapper
@@ -343,6 +344,14 @@ class TrajId(MarkerWrapper):
             )
         self._first = first
         self._total = total
+
+    def continue_with(self, ids: npt.NDArray[np.int64]) -> None:
+        """Give each sub-env's next episode one of these ids, int64 ``(E,)``; a full reset must follow."""
+        before: Any = ids - self._total  # a reset gives the id of the next episode
+        device = self.stream.capabilities.device
+        if self.stream.capabilities.framework == "torch":
+            before = torch.from_numpy(before).to(device)
+        self._ids = before
 
     def state_dict(self) -> dict[str, int]:
         """Return the highest episode number in use, so that ids continue above it after a restart."""

@@ -329,7 +329,11 @@ class TorchView(SourceView):
 
 
 class DtypeView(SourceView):
-    """Adapts an env so that its floating observations have ``dtype``; all others stay as they are."""
+    """Adapts an env so that its floating observations have ``dtype``; all others stay as they are.
+
+    Attributes:
+        dtype: of floating observations, float16, float32 or float64.
+    """
 
     def __init__(self, source: VectorSource, dtype: torch.dtype) -> None:
         if not isinstance(dtype, torch.dtype) or dtype not in (torch.float16, torch.float32, torch.float64):
@@ -337,7 +341,7 @@ class DtypeView(SourceView):
                 "dtype (obs_dtype of a collector) must be torch.float16, torch.float32 or torch.float64, got "
                 f"{as_text(dtype)}"
             )
-        self._dtype = dtype
+        self.dtype = dtype
         self._np_dtype = np.dtype(str(dtype).removeprefix("torch."))
 
         space = _cast_space(source.single_observation_space, self._np_dtype)
@@ -364,7 +368,7 @@ class DtypeView(SourceView):
     def _cast(self, leaf: Array) -> Array:
         if isinstance(leaf, Tensor):
             if leaf.is_floating_point():
-                return leaf.to(self._dtype)
+                return leaf.to(self.dtype)
             return leaf
 
         leaf = np.asarray(leaf)

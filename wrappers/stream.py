@@ -122,6 +122,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         actions: the actions passed to the env in the last step, after checks and casts.
         lending: what a collector promises for the step that it makes, see `Lending`; nothing outside of its steps.
         capabilities: see `Capabilities`.
+        final_obs: as it was passed.
         moves: the count of steps and resets of the env, shared by all adapted envs around it.
         at: the count at this stream's last step or reset; -1 before the first.
     """
@@ -164,7 +165,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
         # How ended rows are reset, and where their last observations are.
         self._folds = mode is AutoresetMode.DISABLED  # this stream resets the ended rows within the same step
         self._native_same_step = mode is AutoresetMode.SAME_STEP
-        self._final = final_obs
+        self.final_obs = final_obs
         self.hides_final_obs = self._native_same_step and (
             final_obs is None or (final_obs == "auto" and can.hides_final_obs)
         )
@@ -234,7 +235,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
     @property
     def whole_finals(self) -> bool:
         """Whether ``info["final_obs"]`` is the true next observation of every row."""
-        return not self._native_same_step or (self.capabilities.whole_finals and self._final == "auto")
+        return not self._native_same_step or (self.capabilities.whole_finals and self.final_obs == "auto")
 
     @property
     def action_spec(self) -> spaces.Space[Any]:
@@ -276,6 +277,23 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             setattr(self, name, copy_plain(flags[name], device))
         self._own_entries = set(flags["own_entries"])
 
+    @property
+    def elapsed(self) -> Array | None:
+        """Steps of each sub-env's episode so far, int64 ``(E,)``; None unless `reset_in_same_step` set a limit."""
+        return self._elapsed
+
+    def enter_episodes(self, elapsed: Array | None) -> None:
+        """Have the flags of a step that began and ended no episode, after ``elapsed`` steps of each: see `elapsed`.
+
+        For a stack that was reset and whose env was then put into the middle of an episode.
+        """
+        self.first = self.first & False
+        self.ended = self.ended & False
+        self.any_first = False
+        self.any_ended = False
+        self._elapsed = copy_plain(elapsed, self.capabilities.device)
+        self._stepped = True
+
     def reset_in_same_step(self, max_steps: int | None = None) -> None:
         """Reset ended rows in the step that ended them; end episodes after ``max_steps`` transitions if given.
 
@@ -300,7 +318,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
             else:
                 self._limit = min(max_steps, self._limit)
         elif self._native_same_step:
-            if self._final is None:
+            if self.final_obs is None:
                 raise ValueError(
                     f"{asked} needs the last observations, and final_obs=None says that the env hides them"
                 )
@@ -736,12 +754,12 @@ class VectorStream(VectorEnv[Any, Any, Any]):
 
     def _native_final(self, info: Info, obs: Tree, ended: Array) -> Tree | None:
         """Return the last observations of a SAME_STEP env, located by `as_vector_env`'s ``final_obs``."""
-        if self._final is None:
+        if self.final_obs is None:
             return None
         if self.any_ended is False:
             return obs
 
-        if self._final == "auto":
+        if self.final_obs == "auto":
             final = self.source.final_obs(info, obs, ended)
             if final is None and not self.hides_final_obs and bool(ended.any()):
                 raise ValueError(
@@ -751,10 +769,10 @@ class VectorStream(VectorEnv[Any, Any, Any]):
                 )
             return final
 
-        if callable(self._final):
-            given = self._final(info, ended)
+        if callable(self.final_obs):
+            given = self.final_obs(info, ended)
         else:
-            given = info.get(self._final)
+            given = info.get(self.final_obs)
 
         if given is None:
             # Some envs return it only in steps that end an episode. Checking that syncs with a device.
@@ -762,7 +780,7 @@ class VectorStream(VectorEnv[Any, Any, Any]):
                 return obs
             names = sorted(str(key) for key in info if not str(key).startswith("_"))
             raise ValueError(
-                f"final_obs={self._final!r} found no final observations in a step that ended episodes; info "
+                f"final_obs={self.final_obs!r} found no final observations in a step that ended episodes; info "
                 f"has {names}. Name the key, or pass final_obs='auto' (search info) or None (the env hides them)"
             )
         return self.source.final_obs(info, obs, ended, given)

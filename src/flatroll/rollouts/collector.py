@@ -735,7 +735,6 @@ def _start_log(
     logged = LoggedEnv(
         facts=facts[0],
         make=env_function(create_env_fn),
-        obs_dtype=options.obs_dtype,
         max_frames_per_traj=options.max_frames_per_traj,
         info_keys=tuple(options.info_keys),
     )

@@ -9,7 +9,6 @@ from importlib import import_module
 from os import PathLike
 from typing import Any, Protocol
 
-import torch
 from tensordict import TensorDict
 
 from flatroll.layout.keys import NestedKey
@@ -24,14 +23,12 @@ class LoggedEnv:
     Attributes:
         facts: what the collector knows of the env.
         make: the function that the collector was given, if it was given one.
-        obs_dtype: see `Collector`.
         max_frames_per_traj: see `Collector`.
         info_keys: see `Collector`.
     """
 
     facts: EnvFacts
     make: Callable[[], Any] | None
-    obs_dtype: torch.dtype | None
     max_frames_per_traj: int | None
     info_keys: tuple[NestedKey, ...]
 

@@ -16,13 +16,14 @@ from replay_logs import MODES, Walk, assert_equal, check_slices, collect, many, 
 
 from flatroll.buffers import ReplayBuffer, SliceSampler
 from flatroll.datasets import ReplayLog, ReplayLogStorage
-from flatroll.datasets.replay_log import recorder
+from flatroll.datasets.replay_log import recorder, state_code
 from flatroll.datasets.replay_log.log import describe_log
 from flatroll.datasets.replay_log.marks import Markers, decode_marks, encode_marks
 from flatroll.datasets.replay_log.replay import Replayer
 from flatroll.datasets.replay_log.state_code import StateCode
 from flatroll.datasets.replay_log.windows import NEW, Event, Restart, Save, Windows
 from flatroll.disk import DamagedFileError
+from flatroll.disk.state_tree import to_text
 from flatroll.layout.keys import DONE
 from flatroll.rollouts import Collector
 from flatroll.wrappers.mersenne import draws_until, find_twisters, generator_at, twister_text, words_of
@@ -268,6 +269,77 @@ def test_a_state_does_not_claim_more_than_it_is() -> None:
     claims = (2**31).to_bytes(4, "little") + packed[4:]
     with pytest.raises(DamagedFileError, match="claims"):
         StateCode().decode(claims)
+
+
+def forged(description: Any, entries: list[Any], data: bytes = b"") -> bytes:
+    """A state with the checksum that it must have."""
+    text = to_text([description, entries]).encode()
+    head = state_code._HEAD.pack(len(text + data), state_code._checksum(text, [data]), len(text))
+    return head + state_code._compress(text + data, b"")
+
+
+ARRAY = ["0.raw", "uint8", 3, False, [], []]
+
+
+@pytest.mark.parametrize(
+    ("description", "entries"),
+    [
+        ("other", [["0.raw", "float32", 3, False, [], []]]),  # 3 bytes are no float32
+        ("other", [["0.raw", "object", 3, False, [], []]]),
+        ("other", [ARRAY, ["0.raw", "uint8", 0, False, [], []]]),
+        ("other", [["0.raw", "uint8", 3, True, [], []]]),  # like a base that is not there
+        ("other", [["0.raw", "uint8", 3, False, [0], [2**40]]]),
+        ("other", [["0.raw", "uint8", 3, False, [4], [None]]]),
+        ("other", [["0.raw", "uint8", 3, False, [0], []]]),
+        (["dict", [["\0bytes", "no array"]]], [ARRAY]),
+        (["array", "1.raw", "<u1", [3]], [ARRAY]),
+        ("other", [ARRAY[:5]]),
+        ("other", [7]),
+    ],
+    ids=str,
+)
+def test_states_that_no_writer_makes_are_refused(description: Any, entries: list[Any]) -> None:
+    assert StateCode().decode(forged("the state", [ARRAY], b"abc")) == "the state"
+    with pytest.raises(DamagedFileError, match="a state of the log cannot be read"):
+        StateCode().decode(forged(description, entries, b"abc"))
+
+
+@given(st.lists(st.integers(0, 2000), min_size=1, max_size=4), st.booleans())
+def test_generators_are_followed_from_state_to_state(steps: list[int], together: bool) -> None:
+    """Each state is read alone; where a generator goes back, its words are stored from then on."""
+    base = words_of(np.random.MT19937(3))
+
+    def tree(words: Any) -> Any:
+        text = b"a" + twister_text(words) + b"."
+        return {"one": text + (twister_text(base) + b"," if together else b""), "other": np.arange(5)}
+
+    code = StateCode(tree(base))
+    generator = generator_at(base)
+    states = []
+    for step in steps:
+        generator.random_raw(step, output=False)
+        states.append(tree(words_of(generator)))
+
+    packed = [code.encode(state) for state in states]
+    for state, one in zip(states, packed, strict=True):
+        assert StateCode(tree(base)).decode(one)["one"] == state["one"]
+        assert len(one) < 200
+
+
+def test_a_generator_that_went_back_is_stored_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that follow: it is not known any more how far it is from the base."""
+    monkeypatch.setattr(state_code, "_MOST_ROUNDS", 5)
+    base = words_of(np.random.MT19937(3))
+    later = generator_at(base)
+    later.random_raw(999, output=False)
+    code = StateCode(twister_text(base))
+    lengths = []
+    for words in (base, words_of(later), base, words_of(later)):
+        packed = code.encode(twister_text(words))
+        assert StateCode(twister_text(base)).decode(packed) == twister_text(words)
+        lengths.append(len(packed))
+    assert max(lengths[:2]) < 100
+    assert min(lengths[2:]) > 2000
 
 
 @pytest.mark.parametrize("draws", [0, 1, 623, 624, 625, 9999])

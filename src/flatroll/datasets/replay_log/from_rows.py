@@ -13,9 +13,11 @@ from flatroll.datasets.replay_log.digests import digest_rows
 from flatroll.datasets.replay_log.feed import Ints, Turns
 from flatroll.datasets.replay_log.replay import ReplayMismatchError
 from flatroll.disk.beside import write_beside
-from flatroll.layout.keys import ACTION, ENV, ID_BITS, TRAJ_IDS, NestedKey, as_tuple
+from flatroll.layout.checks import check_key_names
+from flatroll.layout.keys import ACTION, ENV, ENV_STEP, ID_BITS, TRAJ_IDS, NestedKey, as_tuple
 from flatroll.layout.tensordict_seam import get_entry, leaves
 from flatroll.rollouts.arguments import EnvSource
+from flatroll.rollouts.batch_columns import ColumnKeys
 from flatroll.rollouts.collector import Collector
 from flatroll.wrappers.adapt_env import find_stream
 
@@ -36,10 +38,13 @@ def write_log(
     options = {**options, "track_envs": ENV in columns}
 
     with Collector(create_env_fn, frames_per_batch=1, **options) as probe:
-        made_by_env = probe._runner.keys.has_writer
-        num_envs = probe._runner.num_envs
+        env: Any = probe.env
+        made = ColumnKeys(env, check_key_names("info_keys", options["info_keys"]))
+        num_envs = env.num_envs
+    if ENV in columns:
+        made.claim("track_envs", ENV, ENV_STEP)
 
-    repeated = {key: column for key, column in columns.items() if is_action(key) or not made_by_env(key)}
+    repeated = {key: column for key, column in columns.items() if is_action(key) or not made.has_writer(key)}
     envs = (ids & ((1 << ID_BITS) - 1)) % num_envs
     played = PlayedRows(repeated, envs, num_envs)
     with (

@@ -38,12 +38,12 @@ class ReplayLog(Facts):
 
     Args:
         path: the folder.
-        create_env_fn: makes the env, or vector env, that was collected. Needed if it is not one of Gymnasium's
-            registry.
+        create_env_fn: makes the env, or vector env, that was collected. Needed, to make rows, if it is not one of
+            Gymnasium's registry.
 
     Raises:
         FileNotFoundError: there is no log.
-        ValueError: the folder holds something else, or is damaged; the log needs ``create_env_fn``.
+        ValueError: the folder holds something else, or is damaged.
 
     >>> import gymnasium as gym, tempfile
     >>> from flatroll.rollouts import Collector
@@ -109,6 +109,7 @@ class ReplayLog(Facts):
             ReplayMismatchError: the env makes other rows; the message names the first one. No log is left.
             FileExistsError: ``path`` exists.
             KeyError: the rows lack the actions or ids of trajectories, or have a column that nothing makes.
+            ValueError: there is no batch, or one has other entries than the first.
 
         >>> import gymnasium as gym, tempfile
         >>> from flatroll.rollouts import Collector
@@ -162,8 +163,9 @@ class ReplayLog(Facts):
     def rows(self, first: int | None = None, end: int | None = None) -> TensorDict:
         """Make rows ``[first, end)`` again: flat and marked, in the order in which they were collected.
 
-        Few rows are made by stepping only the envs that they are of, from the episode's beginning or a little before
-        it; many by stepping all envs from the last seed on. Reading on where the last call ended goes on from there.
+        Few rows are made by stepping only the envs that they are of, from the nearest seed, state of a generator or
+        saved state; many by stepping all envs from the last seed or saved state on. Reading on where the last call
+        ended goes on from there.
 
         Args:
             first: number of a row. Default 0.
@@ -171,6 +173,7 @@ class ReplayLog(Facts):
 
         Raises:
             IndexError: the log does not have these rows.
+            ValueError: the log needs ``create_env_fn``, or is damaged.
             ReplayMismatchError: the env makes other rows: the message names the first one, and the versions that
                 differ.
         """

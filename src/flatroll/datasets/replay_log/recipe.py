@@ -184,7 +184,7 @@ def describe(logged: LoggedEnv) -> Recipe:
 
     while isinstance(source, SourceView):
         if isinstance(source, DtypeView):
-            dtype = str(source._dtype).removeprefix("torch.")
+            dtype = str(source.dtype).removeprefix("torch.")
         source = source.source
 
     if source.agents is not None:
@@ -202,7 +202,7 @@ def describe(logged: LoggedEnv) -> Recipe:
     parts = _parts_of(source)
 
     # The stack can be put around a single env if nothing but markers is in it.
-    alone = parts is not None and markers is not None and stream._final == "auto"
+    alone = parts is not None and markers is not None and stream.final_obs == "auto"
     if parts is not None and alone:
         mode = parts.mode
         try:
@@ -210,7 +210,7 @@ def describe(logged: LoggedEnv) -> Recipe:
             kind = parts.kind
         except CannotRemakeError as error:
             problem = str(error)
-    elif markers is not None and stream._final == "auto":
+    elif markers is not None and stream.final_obs == "auto":
         try:
             kind, envs = _describe_whole(source)
         except CannotRemakeError as error:

@@ -257,10 +257,7 @@ class Stage:
 
     def reset(self, seed: int | None, ids: Ints) -> None:
         """Reset the env; the next trajectories have these ids."""
-        before: Any = ids - self._marker._total  # a reset gives the id of the next episode
-        if not self.facts.on_host:
-            before = torch.from_numpy(before).to(self.facts.device)
-        self._marker._ids = before
+        self._marker.continue_with(ids)
         self.runner.reset(seed)
 
     def step_until(self, rows: int) -> None:

@@ -50,7 +50,7 @@ def state_of(facts: EnvFacts, runner: Runner, env: int | None) -> dict[str, Any]
         type(marker).__name__: _of_env(get_attributes(marker, marker.row_state or ()), env, runner.num_envs)
         for marker in _markers(facts)
     }
-    elapsed = _of_env(copy_plain(facts.stream._elapsed), env, runner.num_envs)
+    elapsed = _of_env(copy_plain(facts.stream.elapsed), env, runner.num_envs)
     single = single_envs(facts)[env]
     return {
         "env": sketch_snapshot(single),
@@ -109,11 +109,8 @@ def _put_one(facts: EnvFacts, state: Any) -> None:
         _check_form(get_attributes(marker, marker.row_state or ()), held)
         set_attributes(marker, held, device)
 
-    _check_form(copy_plain(stream._elapsed), state["elapsed"])
-    stream._elapsed = copy_plain(state["elapsed"], device)
-    stream.first = stream.first & False
-    stream.any_first = False
-    stream._stepped = True
+    _check_form(copy_plain(stream.elapsed), state["elapsed"])
+    stream.enter_episodes(state["elapsed"])
 
 
 def _markers(facts: EnvFacts) -> list[MarkerWrapper]:
