@@ -202,9 +202,8 @@ def run_inspect_log(arguments: argparse.Namespace) -> int:
     path: Path = arguments.path
     try:
         log = ReplayLog(path)
-        print(describe_log(log))
+        print(describe_log(log, hint=not arguments.verify))
         if not arguments.verify:
-            print("\n--verify makes all rows again and compares their checksums")
             return 0
         with log:
             log.check()

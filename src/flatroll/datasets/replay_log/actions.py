@@ -175,12 +175,12 @@ def codes_of(space: spaces.Space[Any], columns: dict[NestedKey, Tensor]) -> list
     codes = []
     for key, path in space_leaves(space, (ACTION,)):
         column = columns[key]
-        low, bits = _range_of(find_part(space, path))
+        low, bits = range_of(find_part(space, path))
         codes.append(ActionCode(key, column.dtype, tuple(column.shape[1:]), low, bits))
     return codes
 
 
-def _range_of(part: spaces.Space[Any]) -> tuple[int, int]:
+def range_of(part: spaces.Space[Any]) -> tuple[int, int]:
     """Return the smallest value of a part of the action space and the bits of its range; 0 bits for no packing."""
     if isinstance(part, spaces.Discrete):
         low = int(part.start)

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import index
 from os import PathLike
 from typing import Any, Self
 
@@ -10,8 +11,15 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from flatroll.datasets.replay_log.columns import differing_columns
 from flatroll.datasets.replay_log.from_rows import write_log
-from flatroll.datasets.replay_log.recipe import EnvMaker, Recipe, differing_versions, versions_here
+from flatroll.datasets.replay_log.recipe import (
+    CannotRemakeError,
+    EnvMaker,
+    Recipe,
+    differing_versions,
+    versions_here,
+)
 from flatroll.datasets.replay_log.recorder import read_description, unchanged_generators
 from flatroll.datasets.replay_log.replay import Layout, Replayer
 from flatroll.datasets.replay_log.windows import Windows
@@ -19,9 +27,10 @@ from flatroll.disk.folder import Folder
 from flatroll.layout.boundaries import run_starts
 from flatroll.layout.checks import check_function, check_path, check_whole_number
 from flatroll.layout.inspect.text import Facts
-from flatroll.layout.keys import DONE, NestedKey
+from flatroll.layout.keys import DONE, NestedKey, as_tuple
 from flatroll.rollouts.arguments import EnvSource, env_function
 from flatroll.rollouts.batch_columns import spec_of_columns
+from flatroll.rollouts.env_facts import EnvFacts
 from flatroll.specs import Composite
 
 
@@ -138,7 +147,7 @@ class ReplayLog(Facts):
     def __getitem__(self, rows: slice | int) -> TensorDict:
         """Return rows of a slice of step 1, or one row; see `rows`."""
         if not isinstance(rows, slice):
-            number = range(len(self))[rows]
+            number = self._row_number(rows)
             row: TensorDict = self.rows(number, number + 1)[0]
             return row
 
@@ -146,6 +155,19 @@ class ReplayLog(Facts):
         if step != 1:
             raise ValueError(f"a slice of a log must have step 1, got {step}")
         return self.rows(first, max(first, end))
+
+    def _row_number(self, row: Any) -> int:
+        """Return the number of a row, which may be counted from the end."""
+        try:
+            number = index(row)
+        except TypeError:
+            raise TypeError(
+                f"a log takes the number of a row or a slice of rows, got {row!r:.100}: columns are in the batch that "
+                "it returns"
+            ) from None
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"row {number} requested, available are [0, {len(self)})")
+        return number % len(self)
 
     @property
     def num_envs(self) -> int:
@@ -285,9 +307,23 @@ class ReplayLog(Facts):
     def _make_replayer(self) -> Replayer:
         """Return what makes the rows; its envs are open until the log is closed."""
         if self._replayer is None:
-            maker = EnvMaker(self._recipe, self._function) if self.kept < len(self) else None
+            maker = None
+            if self.kept < len(self):
+                maker = EnvMaker(self._recipe, self._function, check=self._check_columns)
             self._replayer = Replayer(self._windows, self._layout, maker, self._explain, self.num_envs)
         return self._replayer
+
+    def _check_columns(self, facts: EnvFacts) -> None:
+        """Raise CannotRemakeError if an env has other observations or actions than the log's."""
+        problems = differing_columns(self._layout, facts)
+        if not problems:
+            return
+
+        source = "create_env_fn" if self._function is not None else "its id"
+        text = f"{self.path}: {source} makes another env than {self._recipe.name} was: {'; '.join(problems)}"
+        if versions := differing_versions(self.versions, versions_here(facts)):
+            text += f". Versions differ: {'; '.join(versions)}"
+        raise CannotRemakeError(text)
 
     def check(self, rows_at_once: int = 65_536) -> None:
         """Make all rows again and compare their checksums; ReplayMismatchError if one differs.
@@ -384,8 +420,8 @@ class _Trajectory:
         return rows
 
 
-def describe_log(log: ReplayLog) -> str:
-    """Return a description of a log for ``flatroll inspect``."""
+def describe_log(log: ReplayLog, *, hint: bool = False) -> str:
+    """Return a description of a log for ``flatroll inspect``; with ``hint`` it says how to verify the log."""
     stats = log.stats()
     rows = stats["rows"]
     per_row = stats["bytes"] / max(rows, 1)
@@ -400,13 +436,20 @@ def describe_log(log: ReplayLog) -> str:
         first = log._windows.begins(int(kept[0]))
         lines.append(f"not deterministic: {stats['kept']:,} rows, from row {first:,} on, are kept themselves")
     if log._recipe.kind == "function":
-        lines.append("the env was made by a function: ReplayLog(path, create_env_fn=make_env) reads it")
+        lines.append(
+            "the env was made by a function: log = ReplayLog(path, create_env_fn=make_env) reads the log, and "
+            "log.check() makes all rows again"
+        )
     versions = ", ".join(f"{name} {version}" for name, version in sorted(log.versions.items()))
     lines += [f"written with {versions}", ""]
 
-    width = max(len(str(form.key)) for form in log._layout.made)
-    lines += [
-        f"{form.key!s:<{width}}  {str(form.dtype).removeprefix('torch.')} {list(form.shape)}"
-        for form in log._layout.made
-    ]
+    layout = log._layout
+    columns = {form.key: (form.dtype, form.shape) for form in (*layout.made, *layout.outputs)}
+    columns |= {code.key: (code.dtype, code.shape) for code in layout.actions}
+    width = max(len(str(key)) for key in columns)
+    for key in sorted(columns, key=as_tuple):
+        dtype, shape = columns[key]
+        lines.append(f"{key!s:<{width}}  {str(dtype).removeprefix('torch.')} {list(shape)}")
+    if hint and log._recipe.kind != "function":
+        lines += ["", "--verify makes all rows again and compares their checksums"]
     return "\n".join(lines)

@@ -291,7 +291,8 @@ def _describe_env(env: Any) -> dict[str, Any]:
     """Return how an env of Gymnasium's registry is made; CannotRemakeError if it is not in it."""
     spec = getattr(env, "spec", None)
     if not isinstance(spec, EnvSpec):
-        raise CannotRemakeError(f"{type(env).__name__} has no spec of Gymnasium's registry")
+        name = type(getattr(env, "unwrapped", env)).__name__
+        raise CannotRemakeError(f"{name} has no spec of Gymnasium's registry")
 
     wrappers = []
     for wrapper in spec.additional_wrappers:
@@ -399,9 +400,16 @@ class EnvMaker:
         recipe: of the env.
         function: makes the env in place of the recipe; needed if its kind is ``"function"``.
         other_than: an env that the function must not return again.
+        check: called with each env that was made; raises CannotRemakeError for one of other columns.
     """
 
-    def __init__(self, recipe: Recipe, function: MakeEnv | None, other_than: object = None) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        function: MakeEnv | None,
+        other_than: object = None,
+        check: Callable[[EnvFacts], None] | None = None,
+    ) -> None:
         if recipe.kind == "function" and function is None:
             raise CannotRemakeError(
                 f"the log's env, {recipe.name}, was made by a function that is not in the log: pass it, "
@@ -410,6 +418,7 @@ class EnvMaker:
         self.recipe = recipe
         self._function = function
         self._other_than = other_than
+        self._check = check
         self._made: _Parts | None = None
         self._closing = ExitStack()
 
@@ -426,6 +435,7 @@ class EnvMaker:
                 env, _ = make_env(self._function, None, None, None, undo)
                 env = adapt_env(env)
                 self._check_new(env)
+                self._check_number(env)
                 if dtype is not None and recipe.kind == "function":
                     env = _cast(env, dtype)
                 if recipe.max_frames is not None:
@@ -471,6 +481,11 @@ class EnvMaker:
         if self._made is None or self.recipe.kind == "single":
             adapted = adapt_env(self._function())
             self._check_new(adapted)
+            try:
+                self._check_number(adapted)
+            except CannotRemakeError:
+                adapted.close()
+                raise
             stream = find_stream(adapted)
             assert stream is not None
             parts = _parts_of(innermost(stream.source))
@@ -489,6 +504,19 @@ class EnvMaker:
         stream = find_stream(env)
         if stream is not None:
             self._check_none_of(_all_in(stream.source.env))
+
+    def _check_number(self, env: Any) -> None:
+        """Raise CannotRemakeError if the function has made another number of envs, or of another autoreset mode."""
+        recipe = self.recipe
+        text = f"create_env_fn must make the env that was collected, {recipe.name}, with"
+        if env.num_envs != recipe.num_envs:
+            raise CannotRemakeError(f"{text} num_envs={recipe.num_envs}, got num_envs={env.num_envs}")
+
+        stream = find_stream(env)
+        assert stream is not None
+        parts = _parts_of(innermost(stream.source))
+        if recipe.alone and parts is not None and parts.mode != recipe.mode:
+            raise CannotRemakeError(f"{text} autoreset mode {recipe.mode}, got {parts.mode}")
 
     def _check_none_of(self, envs: list[Any]) -> None:
         """Raise CannotRemakeError if one of these is, or is in, the env of the collector."""
@@ -510,7 +538,15 @@ class EnvMaker:
         return stack
 
     def _facts(self, env: Any) -> EnvFacts:
-        return read_env(env, self.recipe.info_keys)
+        facts = read_env(env, self.recipe.info_keys)
+        if self._check is None:
+            return facts
+        try:
+            self._check(facts)
+        except CannotRemakeError:
+            facts.env.close()
+            raise
+        return facts
 
 
 def _all_in(env: Any) -> list[Any]:
@@ -626,3 +662,24 @@ def differing_versions(then: Mapping[str, str], now: Mapping[str, str]) -> list[
         for name, version in sorted(then.items())
         if now.get(name) != version
     ]
+
+
+#: What people call the fields of a recipe.
+_SETTINGS = {
+    "mode": "the autoreset mode",
+    "envs": "the env's arguments",
+    "dtype": "obs_dtype",
+    "max_frames": "max_frames_per_traj",
+}
+
+
+def differing_settings(then: Recipe, now: Recipe) -> list[str]:
+    """Describe the fields of two recipes that differ."""
+    found = []
+    for field in fields(Recipe):
+        before = getattr(then, field.name)
+        after = getattr(now, field.name)
+        if before != after:
+            name = _SETTINGS.get(field.name, field.name)
+            found.append(f"{name} was {before!r:.200} and is {after!r:.200}")
+    return found

@@ -20,7 +20,14 @@ from flatroll.datasets.replay_log.actions import codes_of
 from flatroll.datasets.replay_log.digests import checksums
 from flatroll.datasets.replay_log.generators import generator_of, generator_words, single_envs
 from flatroll.datasets.replay_log.marks import encode_marks
-from flatroll.datasets.replay_log.recipe import EnvMaker, Recipe, describe, differing_versions, versions_here
+from flatroll.datasets.replay_log.recipe import (
+    EnvMaker,
+    Recipe,
+    describe,
+    differing_settings,
+    differing_versions,
+    versions_here,
+)
 from flatroll.datasets.replay_log.replay import (
     ColumnForm,
     Layout,
@@ -148,8 +155,8 @@ class Recorder:
         recipe = Recipe.from_tree(tree["recipe"])
         if recipe != self._recipe:
             raise ValueError(
-                f"log={str(self._path)!r} is the log of {recipe.name} with {recipe.num_envs} envs and other settings: "
-                "choose another path"
+                f"log={str(self._path)!r} is the log of {recipe.name} with {recipe.num_envs} envs and other settings "
+                f"({'; '.join(differing_settings(recipe, self._recipe))}): choose another path"
             )
         if differs := differing_versions(tree["versions"], self._versions):
             raise ValueError(
