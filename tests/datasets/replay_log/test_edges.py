@@ -349,3 +349,79 @@ def test_kept_rows_are_compared_with_their_checksums(tmp_path: Path, monkeypatch
         pytest.raises(DamagedFileError, match=r"kept row 4 is not what was collected"),
     ):
         log[10:12]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"digested": []},
+        {"obs": ["reward"]},
+        {"init": "nothing"},
+        {"counts": [("next", "reward")]},
+        {"actions": [[["observation"], "int64", [], 0, 1]]},
+    ],
+    ids=str,
+)
+def test_the_columns_of_a_log_are_those_of_its_digests(tmp_path: Path, change: dict[str, Any]) -> None:
+    """Else a column would come without a proof."""
+    collect(tmp_path / "log", vector(), batches=1)
+    tree = described(tmp_path / "log")
+    tree["layout"] |= change
+    describe_anew(tmp_path / "log", tree)
+    with pytest.raises(DamagedFileError, match="its columns cannot be read"):
+        ReplayLog(tmp_path / "log")
+
+
+def test_parts_and_shapes_that_the_env_does_not_have(tmp_path: Path) -> None:
+    collect(tmp_path / "log", vector(), batches=2)
+    tree = described(tmp_path / "log")
+    actions = tree["layout"]["actions"]
+    made = tree["layout"]["made"]
+
+    for others, text in [([], "0 parts of actions"), ([[["other"], *actions[0][1:]]], "no column 'other'")]:
+        tree["layout"]["actions"] = others
+        describe_anew(tmp_path / "log", tree)
+        with ReplayLog(tmp_path / "log") as log, pytest.raises(DamagedFileError, match=text):
+            log.rows()
+
+    tree["layout"] |= {"actions": actions, "made": [(key, dtype, [9]) for key, dtype, _ in made]}
+    describe_anew(tmp_path / "log", tree)
+    with ReplayLog(tmp_path / "log") as log, pytest.raises(DamagedFileError, match="has the shape"):
+        log.rows()
+
+
+@pytest.mark.parametrize("change", [{"info_keys": "x"}, {"info_keys": [3]}], ids=str)
+def test_keys_of_info_are_keys(tmp_path: Path, change: dict[str, Any]) -> None:
+    collect(tmp_path / "log", vector(), batches=1)
+    tree = described(tmp_path / "log")
+    tree["recipe"] |= change
+    describe_anew(tmp_path / "log", tree)
+    with pytest.raises(DamagedFileError, match="its description of the env cannot be read"):
+        ReplayLog(tmp_path / "log")
+
+
+def test_more_rows_are_claimed_than_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found before memory is taken for them."""
+    collect(tmp_path / "log", vector(), batches=2)
+    read = Windows._read
+
+    def claiming(self: Windows, *arguments: Any) -> Any:
+        for row in read(self, *arguments):
+            yield {**row, "counts": np.full_like(row["counts"], 2**31 - 1)}
+
+    monkeypatch.setattr(Windows, "_read", claiming)
+    with ReplayLog(tmp_path / "log") as log, pytest.raises(DamagedFileError, match="another number of rows"):
+        log[10:12]
+
+
+def test_seeds_are_not_negative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    collect(tmp_path / "log", vector(), batches=1)
+    read = Windows._read
+
+    def negative(self: Windows, *arguments: Any) -> Any:
+        for row in read(self, *arguments):
+            yield {**row, "events": row["events"] - 99 * (np.arange(row["events"].shape[1]) == 0)}
+
+    monkeypatch.setattr(Windows, "_read", negative)
+    with pytest.raises(DamagedFileError, match="a negative seed"):
+        ReplayLog(tmp_path / "log")

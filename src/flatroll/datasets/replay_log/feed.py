@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from flatroll.datasets.replay_log.actions import as_tree
+from flatroll.disk.tensor_file import DamagedFileError
+from flatroll.layout.keys import ACTION
+from flatroll.layout.spaces import space_leaves
 from flatroll.rollouts.env_facts import EnvFacts
 from flatroll.wrappers.stream import VectorStream
 
@@ -58,12 +61,21 @@ class Feed:
         self._on_host = facts.on_host
         self._device = facts.device
         self._leaves: list[Any] = []
+        self._parts = len(list(space_leaves(self._space, (ACTION,))))
         self._turns = Turns(facts.stream, facts.num_envs)
         #: The array of its turns: rows that each env has taken, int64 ``[E]``.
         self.used = self._turns.used
 
     def load(self, leaves: Sequence[Tensor], lengths: Ints) -> None:
-        """Set the actions: those of one env after those of another, ``lengths`` of each."""
+        """Set the actions: those of one env after those of another, ``lengths`` of each.
+
+        Raises:
+            DamagedFileError: they are not as many as the parts of an action.
+        """
+        if len(leaves) != self._parts:
+            raise DamagedFileError(
+                f"the log has {len(leaves)} parts of actions, those of the env have {self._parts}"
+            )
         self._leaves = [leaf.numpy() for leaf in leaves]
         self._turns.load(lengths)
 

@@ -90,8 +90,8 @@ def _numbers(data: bytes) -> Iterator[int]:
             yield number
             number = 0
             shift = 0
-        elif shift > 63:
-            raise DamagedFileError("a window of the log has a number of more than 64 bits")
+        elif shift >= 63:
+            raise DamagedFileError("a window of the log has a number of more than 63 bits")
 
 
 class Markers:

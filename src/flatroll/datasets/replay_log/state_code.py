@@ -114,7 +114,15 @@ class StateCode:
             if _checksum(text, whole) != _HEAD.unpack_from(packed)[1]:
                 raise ValueError("its checksum differs")
             return _with_bytes(unpack(description, tensors, max_bytes=MOST_BYTES))
-        except (ValueError, KeyError, TypeError, IndexError, OverflowError, struct.error) as error:
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            IndexError,
+            OverflowError,
+            RuntimeError,
+            struct.error,
+        ) as error:
             raise DamagedFileError(f"a state of the log cannot be read: {str(error)[:200]}") from None
 
     def _draws(self, name: str, number: int, words: Any) -> int:
@@ -151,6 +159,8 @@ class StateCode:
             return bytes(data[at - size : at])
 
         for name, dtype, size, masked, places, draws in entries:
+            if name in tensors:
+                raise ValueError("a part stands there twice")  # its generators would draw again
             rest = take(size)
             like = self._base.get(name)
             if masked:
@@ -225,6 +235,8 @@ def _with_bytes(tree: Any) -> Any:
     """Invert `_without_bytes`."""
     if isinstance(tree, dict):
         if set(tree) == {_BYTES}:
+            if not isinstance(tree[_BYTES], np.ndarray):
+                raise ValueError("bytes that are no array")
             return tree[_BYTES].tobytes()
         return {key: _with_bytes(value) for key, value in tree.items()}
     if type(tree) in (list, tuple):

@@ -359,6 +359,8 @@ def _wrong_places(counts: Ints, events: Ints, restarts: Ints, saves: Ints) -> st
     local = events[:, 1 : 1 + envs]
     if len(local) and (local.min() < 0 or (local > counts).any() or (np.diff(local, axis=0) < 0).any()):
         return "events outside of its rows"
+    if (events[:, 0] < NEW).any():
+        return "events with a negative seed"
 
     if len(restarts):
         (env, row) = restarts[:, :2].T
