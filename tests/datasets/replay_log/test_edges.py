@@ -15,6 +15,8 @@ import pytest
 import torch
 from gymnasium.vector import SyncVectorEnv
 from gymnasium.wrappers import NormalizeObservation
+from hypothesis import given
+from hypothesis import strategies as st
 from replay_logs import MODES, Ignored, Walk, assert_equal, cat, check_slices, collect, many, vector
 from tensordict.nn import TensorDictModule
 
@@ -22,7 +24,8 @@ from flatroll.datasets import ReplayLog
 from flatroll.datasets.replay_log.recipe import CannotRemakeError
 from flatroll.datasets.replay_log.recorder import Recorder, read_description
 from flatroll.datasets.replay_log.replay import pack_kept
-from flatroll.datasets.replay_log.windows import Windows
+from flatroll.datasets.replay_log.varints import decode_varints, encode_varints
+from flatroll.datasets.replay_log.windows import Index, Windows
 from flatroll.disk import DamagedFileError, Folder
 from flatroll.disk.state_tree import pack
 from flatroll.rollouts import Collector
@@ -349,3 +352,128 @@ def test_kept_rows_are_compared_with_their_checksums(tmp_path: Path, monkeypatch
         pytest.raises(DamagedFileError, match=r"kept row 4 is not what was collected"),
     ):
         log[10:12]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"digested": []},
+        {"obs": ["reward"]},
+        {"init": "nothing"},
+        {"counts": [("next", "reward")]},
+        {"actions": [[["observation"], "int64", [], 0, 1]]},
+    ],
+    ids=str,
+)
+def test_the_columns_of_a_log_are_those_of_its_digests(tmp_path: Path, change: dict[str, Any]) -> None:
+    """Else a column would come without a proof."""
+    collect(tmp_path / "log", vector(), batches=1)
+    tree = described(tmp_path / "log")
+    tree["layout"] |= change
+    describe_anew(tmp_path / "log", tree)
+    with pytest.raises(DamagedFileError, match="its columns cannot be read"):
+        ReplayLog(tmp_path / "log")
+
+
+def test_parts_and_shapes_that_the_env_does_not_have(tmp_path: Path) -> None:
+    collect(tmp_path / "log", vector(), batches=2)
+    tree = described(tmp_path / "log")
+    actions = tree["layout"]["actions"]
+    made = tree["layout"]["made"]
+
+    for others, text in [
+        ([], "in the log \\[\\]"),
+        ([[["other"], *actions[0][1:]]], "in the log \\['other'\\]"),
+    ]:
+        tree["layout"]["actions"] = others
+        describe_anew(tmp_path / "log", tree)
+        with ReplayLog(tmp_path / "log") as log, pytest.raises(CannotRemakeError, match=text):
+            log.rows()
+
+    others = [(key, dtype, [9] if "reward" in key else shape) for key, dtype, shape in made]
+    tree["layout"] |= {"actions": actions, "made": others}
+    describe_anew(tmp_path / "log", tree)
+    with ReplayLog(tmp_path / "log") as log, pytest.raises(DamagedFileError, match="has the shape"):
+        log.rows()
+
+
+@pytest.mark.parametrize("change", [{"info_keys": "x"}, {"info_keys": [3]}], ids=str)
+def test_keys_of_info_are_keys(tmp_path: Path, change: dict[str, Any]) -> None:
+    collect(tmp_path / "log", vector(), batches=1)
+    tree = described(tmp_path / "log")
+    tree["recipe"] |= change
+    describe_anew(tmp_path / "log", tree)
+    with pytest.raises(DamagedFileError, match="its description of the env cannot be read"):
+        ReplayLog(tmp_path / "log")
+
+
+def test_more_rows_are_claimed_than_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found before memory is taken for them."""
+    collect(tmp_path / "log", vector(), batches=2)
+    decode = Index.decode
+
+    def claiming(data: Any, envs: int) -> Index:
+        index = decode(data, envs)
+        return index._replace(counts=np.full_like(index.counts, 2**31 - 1))
+
+    monkeypatch.setattr(Index, "decode", claiming)
+    with ReplayLog(tmp_path / "log") as log, pytest.raises(DamagedFileError, match="another number of rows"):
+        log[10:12]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"counts": np.array([3, -1, 3])}, "rows"),
+        ({"counts": np.array([2**40, 1, 3])}, "rows"),
+        ({"events": np.array([[-99, 0, 0, 0, 0, 1, 2]])}, "a negative seed"),
+        ({"events": np.array([[0, 9, 9, 9, 0, 1, 2]])}, "events outside"),
+        ({"restarts": np.array([[3, 0, 0, 1, 1, 1, 1, 0]])}, "restarts of envs"),
+        ({"restarts": np.array([[0, 5, 0, 1, 1, 1, 1, 0]])}, "restarts outside"),
+        ({"saves": np.array([[-2, 0, 9, 0]])}, "saved states of envs"),
+        ({"saves": np.array([[0, 0, 2**40, 0]])}, "saved states of envs"),
+        ({"saves": np.array([[0, 6, 9, 0]])}, "saved states outside"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value,
+)
+def test_an_index_that_no_writer_makes_is_damaged(change: dict[str, Any], problem: str) -> None:
+    good = Index(
+        np.array([5, 4, 3]),
+        np.zeros((0, 7), np.int64),
+        np.zeros((0, 8), np.int64),
+        np.zeros((0, 4), np.int64),
+        is_kept=False,
+    )
+
+    def decoded(index: Index) -> Index:
+        return Index.decode(np.frombuffer(index.encode(), np.uint8), 3)
+
+    assert decoded(good).counts.tolist() == [5, 4, 3]
+    with pytest.raises(DamagedFileError, match=problem):
+        decoded(good._replace(**change))
+
+
+@given(st.binary(max_size=60))
+def test_noise_is_no_index(noise: bytes) -> None:
+    try:
+        index = Index.decode(np.frombuffer(noise, np.uint8), 2)
+    except DamagedFileError:
+        return
+    assert index.problem() is None
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1)), st.binary(max_size=9))
+def test_varints_are_read_as_they_were_written(numbers: list[int], rest: bytes) -> None:
+    packed = encode_varints(numbers)
+    found, used = decode_varints(np.frombuffer(packed + rest, np.uint8), len(numbers))
+    assert (found.tolist(), used) == (numbers, len(packed))
+
+    assert decode_varints(np.frombuffer(packed, np.uint8))[0].tolist() == numbers
+    with pytest.raises(DamagedFileError, match="fewer"):
+        decode_varints(np.frombuffer(packed, np.uint8), len(numbers) + 1)
+
+
+@pytest.mark.parametrize(("data", "problem"), [(b"\x05\x80", "is cut"), (b"\x80" * 10 + b"\1", "64 bits")])
+def test_varints_that_no_writer_makes_are_damaged(data: bytes, problem: str) -> None:
+    with pytest.raises(DamagedFileError, match=problem):
+        decode_varints(np.frombuffer(data, np.uint8))

@@ -20,7 +20,7 @@ from flatroll.datasets.replay_log import recorder, state_code
 from flatroll.datasets.replay_log.log import describe_log
 from flatroll.datasets.replay_log.marks import Markers, decode_marks, encode_marks
 from flatroll.datasets.replay_log.replay import Replayer
-from flatroll.datasets.replay_log.state_code import StateCode
+from flatroll.datasets.replay_log.state_code import _HEAD, StateCode, _checksum, _compress
 from flatroll.datasets.replay_log.windows import NEW, Event, Restart, Save, Windows
 from flatroll.disk import DamagedFileError
 from flatroll.disk.state_tree import to_text
@@ -62,6 +62,25 @@ class Forgetful(Hidden):
 
     def set_snapshot(self, snapshot: Any) -> None:
         pass
+
+
+class Unsaved(Hidden):
+    """The same env, without a way to restore its state."""
+
+    get_snapshot: Any = None
+    set_snapshot: Any = None
+
+
+class Single(Hidden):
+    """Each entry of its state is a number."""
+
+    def get_snapshot(self) -> Any:
+        snapshot = super().get_snapshot()
+        return {**snapshot, "t": self.t}
+
+    def set_snapshot(self, snapshot: Any) -> None:
+        super().set_snapshot(snapshot)
+        self.t = snapshot["t"]
 
 
 @pytest.fixture(autouse=True)
@@ -175,6 +194,14 @@ def test_a_state_that_leads_to_other_rows_is_left_out(tmp_path: Path, starts: Co
         assert starts["seed"] > 0
         assert log._replayer is not None
         assert log._replayer._wrong_saves
+
+
+def test_a_reader_that_cannot_restore_states_needs_none(tmp_path: Path) -> None:
+    """As where only the writer has called `register_snapshots`."""
+    rows = collect(tmp_path / "log", many(Hidden), batches=20, rows=90)
+    with ReplayLog(tmp_path / "log", create_env_fn=many(Unsaved)) as log:
+        assert log.stats()["states"] > 0
+        assert_equal(log[1700:1705], rows[1700:1705])
 
 
 @pytest.mark.parametrize("change", ["cut", "noise", "other attributes", "other shapes", "nothing"])
@@ -491,3 +518,58 @@ def test_a_vector_env_that_takes_no_seed(tmp_path: Path, kind: type[Unseeded]) -
         for key in ("observation", ("next", "observation"), "action"):
             own: Any = rows[at]
             assert torch.equal(sample.get(key), own.get(key))
+
+
+@pytest.mark.parametrize("name", ["Acrobot-v1", "Pendulum-v1", "MountainCar-v0", "MountainCarContinuous-v0"])
+def test_states_of_classic_control_lead_to_their_rows(
+    tmp_path: Path, name: str, starts: Counter[str]
+) -> None:
+    """MountainCar holds an array after a reset and a tuple after a step, the continuous one other dtypes."""
+    rows = collect(tmp_path / "log", gym.make(name), batches=6, rows=30)
+    with ReplayLog(tmp_path / "log") as log:
+        starts.clear()
+        for first in (170, 130, 160):
+            assert_equal(log[first : first + 5], rows[first : first + 5])
+        assert starts["save"] > 0
+        assert log._replayer is not None
+        assert not log._replayer._wrong_saves
+
+
+def _state_of(description: Any, parts: Any, body: bytes = b"") -> bytes:
+    """A state as a file of strangers may have it."""
+    text = to_text([description, parts]).encode()
+    data = text + body
+    return _HEAD.pack(len(data), _checksum(text, [body]), len(text)) + _compress(data, b"")
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        _state_of(["dict", []], [["a", "float32", 3, False, [], []]], b"abc"),
+        _state_of(["dict", [["\0bytes", 3]]], []),
+        _state_of(["dict", []], [["a", "uint8", 0, False, [], []]] * 2),
+    ],
+    ids=["a part of a number", "bytes that are none", "a part twice"],
+)
+def test_a_state_that_no_writer_makes_is_damaged(packed: bytes) -> None:
+    with pytest.raises(DamagedFileError, match="a state of the log cannot be read"):
+        StateCode().decode(packed)
+
+
+@pytest.mark.parametrize("changed", [("t", "9"), ("start", [1.0]), ("start", {})], ids=str)
+def test_a_number_of_a_state_stays_one(tmp_path: Path, changed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other values would raise an error in the env's step."""
+    rows = collect(tmp_path / "log", many(Single), batches=20, rows=90)
+    decode = StateCode.decode
+
+    def decode_other(self: StateCode, packed: bytes) -> Any:
+        tree = decode(self, packed)
+        name, value = changed
+        tree["env"][-1][2][name] = value
+        return tree
+
+    monkeypatch.setattr(StateCode, "decode", decode_other)
+    with ReplayLog(tmp_path / "log", create_env_fn=many(Single)) as log:
+        assert_equal(log[1700:1705], rows[1700:1705])
+        assert log._replayer is not None
+        assert log._replayer._wrong_saves

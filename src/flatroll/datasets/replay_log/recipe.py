@@ -17,6 +17,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from flatroll.disk.state_tree import pack, unpack
 from flatroll.disk.tensor_file import DTYPES, DamagedFileError
+from flatroll.layout.checks import check_key_names
 from flatroll.layout.keys import NestedKey
 from flatroll.rollouts.arguments import make_env
 from flatroll.rollouts.env_facts import EnvFacts, read_env
@@ -112,6 +113,9 @@ class Recipe:
         for name, arguments in self.markers:
             if name not in _MARKERS or not isinstance(arguments, dict):
                 raise ValueError(f"unknown marker {name!r}")
+        if not isinstance(self.info_keys, list):
+            raise TypeError("info_keys")
+        check_key_names("info_keys", self.info_keys)
 
         most = self.num_envs if self.alone else 1
         described = len(self.envs) in (1, most)
@@ -534,7 +538,10 @@ class EnvMaker:
         dtype = None if recipe.dtype is None else DTYPES[recipe.dtype]
         stack: Any = adapt_env(env, framework=recipe.framework, dtype=dtype)
         for name, arguments in recipe.markers:
-            stack = _MARKERS[name][0](stack, **arguments)
+            try:
+                stack = _MARKERS[name][0](stack, **arguments)
+            except (TypeError, ValueError) as error:
+                raise DamagedFileError(f"the log's {name} cannot be made: {str(error)[:200]}") from None
         return stack
 
     def _facts(self, env: Any) -> EnvFacts:

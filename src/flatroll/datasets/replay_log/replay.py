@@ -23,7 +23,7 @@ from flatroll.datasets.replay_log.generators import restore
 from flatroll.datasets.replay_log.marks import decode_marks
 from flatroll.datasets.replay_log.recipe import EnvMaker
 from flatroll.datasets.replay_log.state_code import StateCode
-from flatroll.datasets.replay_log.states import RECENT, actions_before, put_state, state_of, states_from
+from flatroll.datasets.replay_log.states import RECENT, actions_before, base_state, put_state, states_from
 from flatroll.datasets.replay_log.varints import Ints
 from flatroll.datasets.replay_log.windows import NEW, UNSEEDED, Event, Restart, Save, Window, Windows
 from flatroll.disk.state_tree import DamagedState, from_text, pack, to_text, unpack
@@ -116,7 +116,7 @@ class Layout:
     def from_tree(cls, tree: Any) -> "Layout":
         """Invert `to_tree`; DamagedFileError for anything else."""
         try:
-            return cls(
+            layout = cls(
                 made=_forms(tree["made"]),
                 outputs=_forms(tree["outputs"]),
                 actions=tuple(ActionCode.from_json(code) for code in tree["actions"]),
@@ -126,8 +126,22 @@ class Layout:
                 init=_keys([tree["init"]])[0],
                 traj=_keys([tree["traj"]])[0],
             )
+            layout._check()
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedFileError(f"its columns cannot be read: {str(error)[:200]}") from None
+        return layout
+
+    def _check(self) -> None:
+        """Raise ValueError unless each column that the env makes is in the digests, or follows from those that are."""
+        made = [form.key for form in self.made]
+        others = [form.key for form in self.outputs] + [code.key for code in self.actions]
+        if len({*made, *others}) != len(made) + len(others):
+            raise ValueError("a column stands there twice")
+
+        implied: set[NestedKey] = {DONE, *map(next_key, self.obs), *map(next_key, self.counts)}
+        digested = set(self.digested)
+        if digested | implied != set(made) or not {*self.obs, *self.counts, self.init, self.traj} <= digested:
+            raise ValueError("the columns of the env are not those of the digests")
 
 
 def _keys(values: Any) -> tuple[NestedKey, ...]:
@@ -142,7 +156,7 @@ def _keys(values: Any) -> tuple[NestedKey, ...]:
 def _forms(values: Any) -> tuple[ColumnForm, ...]:
     forms = []
     for key, dtype, shape in values:
-        is_shape = all(type(n) is int and n >= 0 for n in shape)
+        is_shape = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
         if dtype not in DTYPES.values() or not is_shape or prod(shape) > MOST_NUMBERS:
             raise ValueError(f"{key!r} is {dtype} {shape}")
         forms.append(ColumnForm(_keys([key])[0], dtype, tuple(shape)))
@@ -441,7 +455,8 @@ class Replayer:
         Args:
             ranges: env, first row and end among the rows of the env.
         """
-        return _ALONE * sum(end - self._start(env, begin)[0] for env, begin, end in ranges)
+        rows = sum(end - self._start(env, begin)[0] for env, begin, end in ranges)
+        return min(_ALONE, self._num_envs) * rows
 
     def _ranges(self, wanted: Mapping[int, list[int]]) -> list[tuple[int, int, int]]:
         """Return env, first row and end among the rows of the env, of all rows that are wanted."""
@@ -580,25 +595,29 @@ class Replayer:
         key = env, base
         if key not in self._codes:
             events = self._windows.events_in(base) if base >= 0 else []
-            self._codes[key] = StateCode(self._base(env, events[0]) if events else None)
+            state = None
+            if events:
+                state = self._base(env, events[0])
+            self._codes[key] = StateCode(state)
             if len(self._codes) > _MOST_CODES:
                 self._codes.popitem(last=False)
         return self._codes[key]
 
     def _base(self, env: int, event: Event) -> Any:
-        """Return the state of a new env, -1 for all, after a reset."""
+        """Return the state of a new env, -1 for all, after a reset; DamagedFileError if it cannot be saved here."""
         seed = event.seed if event.seed >= 0 else None
         if env < 0:
             stage = Stage(self._maker.whole(), 1, 0, self._num_envs)
             stage.reset(seed, event.ids)
-            state = state_of(stage.facts, stage.runner, None)
-            stage.close()
-            return state
+            try:
+                return base_state(stage.facts, stage.runner, None)
+            finally:
+                stage.close()
 
         self._forget(env)
         stage = self._stage(env)
         stage.reset(seed if seed is None else seed + env, event.ids[env : env + 1])
-        return state_of(stage.facts, stage.runner, 0)
+        return base_state(stage.facts, stage.runner, 0)
 
     def _rows_from(
         self,
@@ -874,11 +893,13 @@ class Replayer:
         most = self._windows.ends[number] + self._num_envs - 1
         while numbers[-1] + 1 < len(self._windows) and self._windows.ends[numbers[-1]] < most:
             numbers.append(numbers[-1] + 1)
+        actions = [self._actions(one) for one in numbers]  # checks how many rows there are
+
         counts = [self._windows.counts(one) for one in numbers]
         envs = np.concatenate([np.repeat(np.arange(self._num_envs), count) for count in counts])
         order = torch.from_numpy(np.argsort(envs, kind="stable"))
 
-        columns = zip(*(self._actions(one) for one in numbers), strict=True)
+        columns = zip(*actions, strict=True)
         stage.feed.load([torch.cat(parts)[order] for parts in columns], sum(counts, np.zeros_like(counts[0])))
 
     # What both need.
@@ -903,6 +924,8 @@ class Replayer:
             column: Tensor | None = batch.get(key, None)
             if column is None:
                 batch.set(key, torch.zeros(len(batch), *shape, dtype=dtype))
+            elif column.shape[1:] != shape:
+                raise DamagedFileError(f"the column {key!r} of the log has the shape {shape} in a row")
             elif column.dtype != dtype:
                 batch.set(key, column.to(dtype))
         return batch

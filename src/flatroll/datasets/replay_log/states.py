@@ -1,6 +1,7 @@
 """The state of a collector's env between two rows, as plain values, and an env that goes on from it."""
 
 from collections.abc import Iterator, Sequence
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,18 @@ def state_of(facts: EnvFacts, runner: Runner, env: int | None) -> dict[str, Any]
         "markers": held,
         "elapsed": elapsed,
     }
+
+
+def base_state(facts: EnvFacts, runner: Runner, env: int | None) -> dict[str, Any]:
+    """Return the state that others were stored as differences from, see `state_of`.
+
+    Raises:
+        DamagedFileError: the state of this env cannot be saved, as that of the log's could.
+    """
+    try:
+        return state_of(facts, runner, env)
+    except ValueError as error:
+        raise _damaged(error) from None
 
 
 def can_save(facts: EnvFacts, env: int) -> bool:
@@ -141,8 +154,7 @@ def _check_form(own: Any, given: Any) -> None:
         for name, part in own.items():
             _check_form(part, given[name])
     elif isinstance(own, np.ndarray | Tensor):
-        same = type(given) is type(own) and given.dtype == own.dtype and given.shape == own.shape
-        if not same:
+        if not _is_like(own, given):
             raise ValueError(f"a state has {type(given).__name__}, expected {own.dtype} {list(own.shape)}")
     elif isinstance(own, str | bytes):
         if type(given) is not type(own):
@@ -153,8 +165,28 @@ def _check_form(own: Any, given: Any) -> None:
         # Queues have any length.
         for part, other in zip(own, given, strict=False):
             _check_form(part, other)
+    elif isinstance(own, Number | np.generic):
+        if given is not None and not isinstance(given, Number | np.generic):
+            raise ValueError(f"a state has {type(given).__name__}, expected a number")
     elif isinstance(given, dict):
-        raise ValueError("a state has entries where the env has a number")
+        raise ValueError("a state has entries where the env has none")
+
+
+def _is_like(own: Any, given: Any) -> bool:
+    """Return whether an array has the shape of the env's own, and values of its kind.
+
+    Some envs hold values of higher precision after a reset than after a step, or after a step a tuple.
+    """
+    if isinstance(own, np.ndarray) and isinstance(given, tuple):
+        if not all(isinstance(part, Number | np.generic) for part in given):
+            return False
+        given = np.array(given)
+    if type(given) is not type(own) or given.shape != own.shape:
+        return False
+
+    if isinstance(own, Tensor):
+        return bool(given.dtype == own.dtype)
+    return bool(given.dtype.kind == own.dtype.kind)
 
 
 def _damaged(error: Exception) -> DamagedFileError:

@@ -157,6 +157,8 @@ class Index(NamedTuple):
         local = self.events[:, 1 : 1 + envs]
         if len(local) and (local.min() < 0 or (local > counts).any() or (np.diff(local, axis=0) < 0).any()):
             return "events outside of its rows"
+        if (self.events[:, 0] < NEW).any():
+            return "events with a negative seed"
 
         if len(self.restarts):
             (env, row) = self.restarts[:, :2].T
