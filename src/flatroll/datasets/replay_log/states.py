@@ -192,7 +192,7 @@ def _is_like(own: Any, given: Any) -> bool:
         return False
 
     if isinstance(own, Tensor):
-        return given.dtype == own.dtype
+        return bool(given.dtype == own.dtype)
     same_kind: bool = given.dtype.kind == own.dtype.kind
     return same_kind
 
