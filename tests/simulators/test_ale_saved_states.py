@@ -1,5 +1,6 @@
 """Replay logs of Atari games: slices begin at saved states, with sticky actions, too."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch
 
 pytest.importorskip("ale_py")
 import ale_py  # pyright: ignore[reportMissingImports]
-from replay_logs import assert_equal, check_slices, collect
+from gymnasium.vector import SyncVectorEnv
+from gymnasium.wrappers import AtariPreprocessing
+from replay_logs import MODES, assert_equal, check_slices, collect
 
 from flatroll.datasets import ReplayLog
 from flatroll.datasets.replay_log import recorder
@@ -81,3 +84,35 @@ def test_states_of_another_form_are_not_given_to_the_emulator() -> None:
     with pytest.raises(ValueError, match="holds the action 99, expected 0 to 5"):
         set_snapshot(env, changed)
     set_snapshot(env, snapshot)
+
+
+def preprocessed(sticky: float, mode: str) -> Any:
+    def make_one() -> Any:
+        env = gym.make(
+            "ALE/Breakout-v5",
+            frameskip=1,
+            repeat_action_probability=sticky,
+            max_num_frames_per_episode=1200,
+        )
+        return AtariPreprocessing(env, noop_max=7, frame_skip=2, screen_size=20, terminal_on_life_loss=True)
+
+    return SyncVectorEnv([make_one] * 2, autoreset_mode=mode)
+
+
+@pytest.mark.parametrize("sticky", [0.0, 0.25])
+@pytest.mark.parametrize("mode", MODES)
+def test_preprocessed_games_go_on_from_saved_states(
+    tmp_path: Path, sticky: float, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "_FAR", 60)
+    monkeypatch.setattr(recorder, "_BYTES_PER_ROW", 20)
+    make_all = partial(preprocessed, sticky, mode)
+
+    rows = collect(tmp_path / "log", make_all, batches=8, rows=60)
+    with ReplayLog(tmp_path / "log", create_env_fn=make_all) as log:
+        assert log.kept == 0
+        assert log.stats()["states"] > 3
+        for first in (470, 320, 200):
+            assert_equal(log.rows(first, first + 5), rows[first : first + 5])
+        assert log._replayer is not None
+        assert not log._replayer._wrong_saves

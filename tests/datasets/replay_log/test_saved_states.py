@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import SyncVectorEnv
-from gymnasium.wrappers import NormalizeObservation
+from gymnasium.wrappers import NormalizeObservation, NormalizeReward
 from hypothesis import given
 from hypothesis import strategies as st
 from replay_logs import MODES, Walk, assert_equal, check_slices, collect, many, vector
@@ -532,6 +532,21 @@ def test_states_of_classic_control_lead_to_their_rows(
             assert_equal(log[first : first + 5], rows[first : first + 5])
         assert starts["save"] > 0
         assert log._replayer is not None
+        assert not log._replayer._wrong_saves
+
+
+def test_states_of_normalized_rewards_lead_to_their_rows(tmp_path: Path) -> None:
+    """Its variance is an array first, and a number after some steps."""
+
+    def make() -> Any:
+        return NormalizeReward(gym.make("Pendulum-v1", max_episode_steps=70))
+
+    rows = collect(tmp_path / "log", make, batches=8, rows=30)
+    with ReplayLog(tmp_path / "log", create_env_fn=make) as log:
+        for first in (230, 150, 190):
+            assert_equal(log[first : first + 5], rows[first : first + 5])
+        assert log._replayer is not None
+        assert log.stats()["states"] > 1
         assert not log._replayer._wrong_saves
 
 

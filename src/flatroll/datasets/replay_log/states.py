@@ -175,10 +175,11 @@ def _check_form(own: Any, given: Any) -> None:
 def _is_like(own: Any, given: Any) -> bool:
     """Return whether an array has the shape of the env's own, and values of its kind.
 
-    Some envs hold values of higher precision after a reset than after a step, or after a step a tuple.
+    Some envs hold values of higher precision after a reset than after a step, or after a step a tuple or a number.
     """
-    if isinstance(own, np.ndarray) and isinstance(given, tuple):
-        if not all(isinstance(part, Number | np.generic) for part in given):
+    if isinstance(own, np.ndarray) and isinstance(given, tuple | Number | np.generic):
+        parts = given if isinstance(given, tuple) else [given]
+        if not all(isinstance(part, Number | np.generic) for part in parts):
             return False
         given = np.array(given)
     if type(given) is not type(own) or given.shape != own.shape:
