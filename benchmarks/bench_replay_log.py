@@ -1,7 +1,8 @@
 """Benchmarks a replay log: its bytes, what it costs a collector, and how long its rows take to be made again.
 
-CartPole in a SyncVectorEnv, whose envs can be stepped alone, and envpool's Pong, whose envs cannot. Times of batches
-are processor times of all threads; contenders take turns batch by batch. Slices are timed by the clock.
+CartPole and ale-py's Pong with sticky actions in a SyncVectorEnv, whose envs can be stepped alone, and envpool's Pong,
+whose envs cannot. Times of batches are processor times of all threads; contenders take turns batch by batch. Slices are
+timed by the clock.
 
 ``python -m flatroll bench replay_log``; ``python -m benchmarks.bench_replay_log --rows 1000000`` for a whole run.
 """
@@ -89,6 +90,14 @@ def cartpole() -> Any:
     return gym.make_vec("CartPole-v1", num_envs=64, vectorization_mode="sync")
 
 
+def sticky_pong() -> Any:
+    """Make ale-py's Pong, 8 envs, whose actions are repeated with a probability of 0.25."""
+    import ale_py
+
+    gym.register_envs(ale_py)
+    return gym.make_vec("ALE/Pong-v5", num_envs=8, vectorization_mode="sync")
+
+
 def pong() -> Any:
     """Make envpool's Pong, 8 envs."""
     import envpool
@@ -98,8 +107,12 @@ def pong() -> Any:
         return envpool.make_gymnasium("Pong-v5", num_envs=8, num_threads=1, seed=0)
 
 
+#: Packages that tasks need besides Gymnasium's.
+NEEDED = {"ale": "ale_py", "pong": "envpool"}
+
 TASKS = {
     "cartpole": Task("CartPole x 64", cartpole, False, 64, 2, 4096, 65_536, 25),
+    "ale": Task("sticky ALE Pong x 8", sticky_pong, False, 8, 6, 512, 20_480, 25),
     "pong": Task("envpool Pong x 8", pong, True, 8, 6, 512, 4_096, 3),
 }
 
@@ -232,7 +245,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", type=int, help="rows of each task; default 65,536 and 4,096")
+    parser.add_argument("--rows", type=int, help="rows of each task; default 65,536, 20,480 and 4,096")
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -241,8 +254,9 @@ def main() -> None:
     reads: list[list[str]] = []
     for name in arguments.tasks:
         task = TASKS[name]
-        if name == "pong" and not importlib.util.find_spec("envpool"):
-            print("(envpool is not installed: no Pong)")
+        package = NEEDED.get(name)
+        if package is not None and not importlib.util.find_spec(package):
+            print(f"({package} is not installed: no {task.name})")
             continue
 
         found = measure(task, arguments.rows or task.rows)

@@ -21,6 +21,7 @@ from replay_logs import MODES, Ignored, Walk, assert_equal, cat, check_slices, c
 from tensordict.nn import TensorDictModule
 
 from flatroll.datasets import ReplayLog
+from flatroll.datasets.replay_log.feed import Feed
 from flatroll.datasets.replay_log.recipe import CannotRemakeError
 from flatroll.datasets.replay_log.recorder import Recorder, read_description
 from flatroll.datasets.replay_log.replay import pack_kept
@@ -477,3 +478,31 @@ def test_varints_are_read_as_they_were_written(numbers: list[int], rest: bytes) 
 def test_varints_that_no_writer_makes_are_damaged(data: bytes, problem: str) -> None:
     with pytest.raises(DamagedFileError, match=problem):
         decode_varints(np.frombuffer(data, np.uint8))
+
+
+@pytest.mark.parametrize("first", [0, 700])
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_rows_can_be_read_after_an_error_in_the_env(
+    tmp_path: Path, kind: str, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An env that was left in the middle of a step is not used again."""
+    rows = collect(tmp_path / "log", lambda: vector(kind=kind), batches=10, rows=90)
+    step = Feed.__call__
+    calls = 0
+
+    def failing(self: Feed, obs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 20:
+            raise OSError("planted")
+        return step(self, obs)
+
+    with ReplayLog(tmp_path / "log") as log:
+        monkeypatch.setattr(Feed, "__call__", failing)
+        with pytest.raises(OSError, match="planted"):
+            log.rows(first, first + 200)
+        replayer = log._replayer
+        assert replayer is not None
+        assert replayer._whole is None
+        assert not replayer._alone
+        assert_equal(log.rows(first, first + 200), rows[first : first + 200])

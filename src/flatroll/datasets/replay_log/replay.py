@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -325,11 +325,23 @@ class Replayer:
 
     def close(self) -> None:
         """Close all envs."""
+        self._drop_envs()
+        if self._made_by is not None:
+            self._made_by.close()
+
+    def _drop_envs(self) -> None:
         self._drop_whole()
         while self._alone:
             self._alone.popitem()[1].close()
-        if self._made_by is not None:
-            self._made_by.close()
+
+    @contextmanager
+    def _dropping_envs(self) -> Iterator[None]:
+        """Close all envs if an error or Ctrl-C leaves them in the middle of a step."""
+        try:
+            yield
+        except (Exception, KeyboardInterrupt):
+            self._drop_envs()
+            raise
 
     @property
     def _maker(self) -> EnvMaker:
@@ -338,6 +350,10 @@ class Replayer:
 
     def rows(self, first: int, end: int) -> TensorDict:
         """Return rows ``[first, end)``; ReplayMismatchError if the env does not make them."""
+        with self._dropping_envs():
+            return self._rows(first, end)
+
+    def _rows(self, first: int, end: int) -> TensorDict:
         windows = self._windows
         begin = bisect_right(windows.ends, first)
         last = bisect_right(windows.ends, end - 1)
@@ -373,6 +389,10 @@ class Replayer:
         Raises:
             ReplayMismatchError: the env does not make these rows.
         """
+        with self._dropping_envs():
+            yield from self._pieces(wanted)
+
+    def _pieces(self, wanted: Mapping[int, Sequence[int]]) -> Iterator[tuple[int, int | None, TensorDict]]:
         made = {}
         for number, envs in wanted.items():
             if self._windows.kept[number]:
