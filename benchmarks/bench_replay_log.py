@@ -8,6 +8,7 @@ timed by the clock.
 """
 
 import argparse
+import importlib
 import importlib.util
 import statistics
 import tempfile
@@ -92,9 +93,7 @@ def cartpole() -> Any:
 
 def sticky_pong() -> Any:
     """Make ale-py's Pong, 8 envs, whose actions are repeated with a probability of 0.25."""
-    import ale_py
-
-    gym.register_envs(ale_py)
+    gym.register_envs(importlib.import_module("ale_py"))
     return gym.make_vec("ALE/Pong-v5", num_envs=8, vectorization_mode="sync")
 
 

@@ -21,10 +21,10 @@ from replay_logs import MODES, Ignored, Walk, assert_equal, cat, check_slices, c
 from tensordict.nn import TensorDictModule
 
 from flatroll.datasets import ReplayLog
+from flatroll.datasets.replay_log.columns import pack_kept
 from flatroll.datasets.replay_log.feed import Feed
 from flatroll.datasets.replay_log.recipe import CannotRemakeError
 from flatroll.datasets.replay_log.recorder import Recorder, read_description
-from flatroll.datasets.replay_log.replay import pack_kept
 from flatroll.datasets.replay_log.varints import decode_varints, encode_varints
 from flatroll.datasets.replay_log.windows import Index, Windows
 from flatroll.disk import DamagedFileError, Folder

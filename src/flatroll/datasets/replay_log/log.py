@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from flatroll.datasets.replay_log.columns import differing_columns
+from flatroll.datasets.replay_log.columns import Layout, differing_columns
 from flatroll.datasets.replay_log.from_rows import write_log
 from flatroll.datasets.replay_log.recipe import (
     CannotRemakeError,
@@ -21,7 +21,7 @@ from flatroll.datasets.replay_log.recipe import (
     versions_here,
 )
 from flatroll.datasets.replay_log.recorder import read_description, unchanged_generators
-from flatroll.datasets.replay_log.replay import Layout, Replayer
+from flatroll.datasets.replay_log.replay import Replayer
 from flatroll.datasets.replay_log.windows import Windows
 from flatroll.disk.folder import Folder
 from flatroll.layout.boundaries import run_starts

@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from flatroll.datasets.replay_log.actions import codes_of
+from flatroll.datasets.replay_log.columns import ColumnForm, Layout, first_bits, pack_bytes, pack_kept
 from flatroll.datasets.replay_log.digests import checksums
 from flatroll.datasets.replay_log.generators import generator_of, generator_words, single_envs
 from flatroll.datasets.replay_log.marks import encode_marks
@@ -28,15 +29,7 @@ from flatroll.datasets.replay_log.recipe import (
     differing_versions,
     versions_here,
 )
-from flatroll.datasets.replay_log.replay import (
-    ColumnForm,
-    Layout,
-    Replayer,
-    _Differs,
-    first_bits,
-    pack_bytes,
-    pack_kept,
-)
+from flatroll.datasets.replay_log.replay import Replayer, RowsDiffer
 from flatroll.datasets.replay_log.state_code import StateCode
 from flatroll.datasets.replay_log.states import can_save, state_of, states_problem
 from flatroll.datasets.replay_log.varints import Ints
@@ -479,7 +472,7 @@ class Recorder:
                     suffices = replayer.restart_suffices(number, env)
                     if suffices is not None:
                         self._restarts_suffice = suffices
-        except _Differs as found:
+        except RowsDiffer as found:
             self._keep(f"row {found.row:,}, of env {found.env}, was other when it was made again")
         finally:
             replayer.close()

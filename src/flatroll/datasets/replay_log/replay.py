@@ -4,37 +4,26 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from math import prod
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
-import safetensors
-import safetensors.torch
 import torch
 from tensordict import TensorDict
-from tensordict.nn import InteractionType
 from torch import Tensor
 
-from flatroll.datasets.replay_log.actions import MOST_NUMBERS, ActionCode
-from flatroll.datasets.replay_log.digests import Words, checksums, digest_batch
-from flatroll.datasets.replay_log.feed import Feed
+from flatroll.datasets.replay_log.columns import Layout, first_bits, unpack_bytes
+from flatroll.datasets.replay_log.digests import checksums
 from flatroll.datasets.replay_log.generators import restore
 from flatroll.datasets.replay_log.marks import decode_marks
 from flatroll.datasets.replay_log.recipe import EnvMaker
+from flatroll.datasets.replay_log.stage import Stage
 from flatroll.datasets.replay_log.state_code import StateCode
 from flatroll.datasets.replay_log.states import RECENT, actions_before, base_state, put_state, states_from
 from flatroll.datasets.replay_log.varints import Ints
 from flatroll.datasets.replay_log.windows import NEW, UNSEEDED, Event, Restart, Save, Window, Windows
-from flatroll.disk.state_tree import DamagedState, from_text, pack, to_text, unpack
-from flatroll.disk.tensor_file import DTYPES, DamagedFileError
-from flatroll.layout.boundaries import run_ends
-from flatroll.layout.keys import DONE, NestedKey, as_tuple, next_key, plain_key
+from flatroll.disk.tensor_file import DamagedFileError
+from flatroll.layout.keys import DONE, NestedKey, next_key
 from flatroll.layout.tensordict_seam import nest
-from flatroll.rollouts.arguments import make_devices
-from flatroll.rollouts.env_facts import EnvFacts
-from flatroll.rollouts.runner import Runner, RunnerOptions
-from flatroll.wrappers.markers import TrajId, find_wrapper
 
 #: Stepping one env alone takes about this many times the time that a row takes in a vector env.
 _ALONE = 3
@@ -43,142 +32,8 @@ _AT_ONCE = 256  # steps of a window whose rows are not wanted
 _MOST_CODES = 256  # of saved states, that stay in memory
 _TOO_MANY = 4096
 _ENOUGH = 64  # rows after a restart that tell whether it leads to the right ones
-_TREE = "tree"  # name of the description among packed tensors
 
 T = TypeVar("T")
-
-
-class ColumnForm(NamedTuple):
-    """The form of a column of the batches.
-
-    Args:
-        key: of the column.
-        dtype: of the column.
-        shape: of one row.
-    """
-
-    key: NestedKey
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The columns of a log's batches.
-
-    Attributes:
-        made: the columns that the env makes.
-        outputs: the columns that the policy wrote, which are stored.
-        actions: the codes of the parts of the action.
-        digested: keys of the columns whose bytes are in the digests.
-        obs: keys of the observations with next ones, which are in the digests.
-        counts: keys of step counters.
-        init: key of ``is_init``.
-        traj: key of the trajectory ids.
-    """
-
-    made: tuple[ColumnForm, ...]
-    outputs: tuple[ColumnForm, ...]
-    actions: tuple[ActionCode, ...]
-    digested: tuple[NestedKey, ...]
-    obs: tuple[NestedKey, ...]
-    counts: tuple[NestedKey, ...]
-    init: NestedKey
-    traj: NestedKey
-
-    @property
-    def marks(self) -> dict[str, NestedKey]:
-        """Arguments of the boundary rule."""
-        return {"is_init_key": self.init, "traj_key": self.traj}
-
-    def digest(self, batch: TensorDict, final: TensorDict | None = None) -> Words:
-        """Return the digests of a batch's rows."""
-        return digest_batch(batch, final, self.digested, self.obs, self.marks)
-
-    def row_bytes(self) -> int:
-        """Return the bytes of a row's columns."""
-        return sum(form.dtype.itemsize * prod(form.shape) for form in (*self.made, *self.outputs))
-
-    def to_tree(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        return {
-            "made": [(form.key, form.dtype, list(form.shape)) for form in self.made],
-            "outputs": [(form.key, form.dtype, list(form.shape)) for form in self.outputs],
-            "actions": [code.to_json() for code in self.actions],
-            "digested": list(self.digested),
-            "obs": list(self.obs),
-            "counts": list(self.counts),
-            "init": self.init,
-            "traj": self.traj,
-        }
-
-    @classmethod
-    def from_tree(cls, tree: Any) -> "Layout":
-        """Invert `to_tree`; DamagedFileError for anything else."""
-        try:
-            layout = cls(
-                made=_forms(tree["made"]),
-                outputs=_forms(tree["outputs"]),
-                actions=tuple(ActionCode.from_json(code) for code in tree["actions"]),
-                digested=_keys(tree["digested"]),
-                obs=_keys(tree["obs"]),
-                counts=_keys(tree["counts"]),
-                init=_keys([tree["init"]])[0],
-                traj=_keys([tree["traj"]])[0],
-            )
-            layout._check()
-        except (KeyError, TypeError, ValueError) as error:
-            raise DamagedFileError(f"its columns cannot be read: {str(error)[:200]}") from None
-        return layout
-
-    def _check(self) -> None:
-        """Raise ValueError unless each column that the env makes is in the digests, or follows from those that are."""
-        made = [form.key for form in self.made]
-        others = [form.key for form in self.outputs] + [code.key for code in self.actions]
-        if len({*made, *others}) != len(made) + len(others):
-            raise ValueError("a column stands there twice")
-
-        implied: set[NestedKey] = {DONE, *map(next_key, self.obs), *map(next_key, self.counts)}
-        digested = set(self.digested)
-        if digested | implied != set(made) or not {*self.obs, *self.counts, self.init, self.traj} <= digested:
-            raise ValueError("the columns of the env are not those of the digests")
-
-
-def _keys(values: Any) -> tuple[NestedKey, ...]:
-    keys = []
-    for value in values:
-        if not as_tuple(value) or not all(isinstance(part, str) for part in as_tuple(value)):
-            raise ValueError(f"{value!r} is no key")
-        keys.append(plain_key(as_tuple(value)))
-    return tuple(keys)
-
-
-def _forms(values: Any) -> tuple[ColumnForm, ...]:
-    forms = []
-    for key, dtype, shape in values:
-        is_shape = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
-        if dtype not in DTYPES.values() or not is_shape or prod(shape) > MOST_NUMBERS:
-            raise ValueError(f"{key!r} is {dtype} {shape}")
-        forms.append(ColumnForm(_keys([key])[0], dtype, tuple(shape)))
-    return tuple(forms)
-
-
-def pack_bytes(tree: Any) -> bytes:
-    """Return a tree of plain values and tensors as bytes, without pickle."""
-    description, tensors = pack(tree)
-    text = torch.frombuffer(bytearray(to_text(description).encode()), dtype=torch.uint8)
-    packed: bytes = safetensors.torch.save({**tensors, _TREE: text})
-    return packed
-
-
-def unpack_bytes(data: bytes, most: int) -> Any:
-    """Invert `pack_bytes`; DamagedFileError for anything else, or for more than ``most`` bytes."""
-    try:
-        tensors = safetensors.torch.load(data)
-        text = tensors.pop(_TREE)
-        return unpack(from_text(text.numpy().tobytes()), tensors, max_bytes=most)
-    except (safetensors.SafetensorError, DamagedState, ValueError, KeyError, TypeError) as error:
-        raise DamagedFileError(f"stored columns cannot be read: {str(error)[:200]}") from None
 
 
 class Run(NamedTuple):
@@ -224,7 +79,7 @@ class ReplayMismatchError(RuntimeError):
         self.row = row
 
 
-class _Differs(Exception):
+class RowsDiffer(Exception):
     """Rows differ; the first of them is ``row``."""
 
     def __init__(self, row: int, env: int) -> None:
@@ -250,40 +105,6 @@ def last_until(items: Sequence[T], row: int, key: Callable[[T], int]) -> T | Non
 def row_of(item: Restart | Save) -> int:
     """Return the row that an env can be begun with."""
     return item.row
-
-
-class Stage:
-    """An env of a log, its runner and its feed."""
-
-    def __init__(self, facts: EnvFacts, steps: int, first: int, total: int) -> None:
-        self.facts = facts
-        self.feed = Feed(facts)
-        options = RunnerOptions(
-            devices=make_devices(facts.device), exploration=InteractionType.RANDOM, seed=0
-        )
-        self.runner = Runner(facts, self.feed, steps, options)
-        self.runner.trust()
-
-        marker = find_wrapper(facts.env, TrajId)
-        assert marker is not None  # `read_env` adds it
-        marker.number_in(first, total)
-        self._marker = marker
-
-    def reset(self, seed: int | None, ids: Ints) -> None:
-        """Reset the env; the next trajectories have these ids."""
-        self._marker.continue_with(ids)
-        self.runner.reset(seed)
-
-    def step_until(self, rows: int) -> None:
-        """Step until the window has ``rows`` rows."""
-        runner = self.runner
-        while (missing := rows - runner.window.count()) > 0:
-            for _ in range(-(-missing // runner.num_envs)):
-                runner.step()
-
-    def close(self) -> None:
-        """Close the env."""
-        self.facts.env.close()
 
 
 class Replayer:
@@ -372,9 +193,17 @@ class Replayer:
             number = stop
 
         if len(parts) == 1:
-            return parts[0].clone()  # it may be part of what is remembered here
+            return self._handed_over(parts[0])
         joined: Any = torch.cat(parts)
         return joined
+
+    def _handed_over(self, rows: TensorDict) -> TensorDict:
+        """Return rows that the caller may change: copies of a part of a window, which stays in memory here."""
+        if self._shown is not None and rows is self._shown[1]:
+            # All of it: whoever reads on does not ask for it again, and copies of images take time.
+            self._shown = None
+            return rows
+        return rows.clone()
 
     def pieces(self, wanted: Mapping[int, Sequence[int]]) -> Iterator[tuple[int, int | None, TensorDict]]:
         """Make the rows of some envs in some windows, one after the other.
@@ -409,7 +238,7 @@ class Replayer:
                 numbers = range(run.begin, run.stop)
                 try:
                     parts = self._proven(*rows, numbers)
-                except _Differs:
+                except RowsDiffer:
                     break  # the env may depend on more than its generator: step all envs from the last seed
                 for number, part in zip(numbers, parts, strict=True):
                     made[number] = [env for env in made[number] if env != run.env]
@@ -419,10 +248,10 @@ class Replayer:
             for number, envs in made.items():
                 if envs:
                     yield number, None, self.window(number)
-        except _Differs as found:
+        except RowsDiffer as found:
             raise self._mismatch(found) from None
 
-    def _mismatch(self, found: _Differs) -> ReplayMismatchError:
+    def _mismatch(self, found: RowsDiffer) -> ReplayMismatchError:
         return ReplayMismatchError(self._explain(found.row, found.env), found.row)
 
     def _range(self, run: Run) -> tuple[int, int, int]:
@@ -434,6 +263,8 @@ class Replayer:
     def _cut(self, number: int, batch: TensorDict, first: int, end: int) -> TensorDict:
         """Return the rows of a window's batch that are in ``[first, end)``."""
         begin = self._windows.begins(number)
+        if first <= begin and begin + len(batch) <= end:
+            return batch
         rows: TensorDict = batch[max(first - begin, 0) : end - begin]
         return rows
 
@@ -443,14 +274,14 @@ class Replayer:
         if self._alone_is_cheaper(self._ranges(wanted), begin, stop):
             try:
                 return self._rows_alone(wanted, first, end)
-            except _Differs:
+            except RowsDiffer:
                 pass  # the env may depend on more than its generator: step all envs from the last seed
 
         parts = []
         try:
             for number in range(begin, stop):
                 parts.append(self._cut(number, self.window(number), first, end))
-        except _Differs as found:
+        except RowsDiffer as found:
             raise self._mismatch(found) from None
         return parts
 
@@ -513,7 +344,7 @@ class Replayer:
             starts.append((save.row, save))
 
         if not starts:
-            raise _Differs(self._windows.begins(0), env)
+            raise RowsDiffer(self._windows.begins(0), env)
         return starts
 
     def _rows_alone(self, wanted: Mapping[int, list[int]], first: int, end: int) -> list[TensorDict]:
@@ -535,7 +366,7 @@ class Replayer:
         return made
 
     def env_in(self, number: int, env: int) -> TensorDict:
-        """Make the rows of one env in a window; raise `_Differs` if they are not those that were collected."""
+        """Make the rows of one env in a window; raise `RowsDiffer` if they are not those that were collected."""
         begin = int(self._windows.env_begins(number)[env])
         end = int(self._windows.env_ends[number][env])
         return self._proven(env, begin, end, [number])[0]
@@ -545,14 +376,14 @@ class Replayer:
         starts = self._starts(env, begin)
         starts.sort(key=lambda start: -start[0])  # stable
         failed: list[Origin] = []
-        found: _Differs | None = None
+        found: RowsDiffer | None = None
 
         for start in starts:
             if found is not None and isinstance(start[1], Event):
                 self._forget(env)
             try:
                 parts = self.env_rows(env, begin, end, numbers, start)
-            except _Differs as differs:
+            except RowsDiffer as differs:
                 found = found or differs
                 failed.append(start[1])
             else:
@@ -585,26 +416,26 @@ class Replayer:
             return None
         try:
             self.env_rows(env, begin, end, [number], (restart.row, restart))
-        except _Differs:
+        except RowsDiffer:
             return False
         return True
 
     def env_rows(
         self, env: int, begin: int, end: int, numbers: Sequence[int], start: tuple[int, Origin]
     ) -> list[TensorDict]:
-        """Make rows ``[begin, end)`` of one env, which are those in the windows ``numbers``; raise `_Differs`."""
+        """Make rows ``[begin, end)`` of one env, which are those in the windows ``numbers``; raise `RowsDiffer`."""
         row, origin = start
         if not isinstance(origin, Save):
             return self._rows_from(env, begin, end, numbers, row, origin, None)
 
-        found = _Differs(self._windows.begins(numbers[0]), env)
+        found = RowsDiffer(self._windows.begins(numbers[0]), env)
         try:
             state = self._code(env, origin.base).decode(self._windows.state(origin))
             recent = actions_before(self._actions_of(env, max(row - RECENT, 0), row))
             for chosen in states_from(self._stage(env).facts, state, recent):
                 try:
                     return self._rows_from(env, begin, end, numbers, row, origin, chosen)
-                except _Differs as differs:
+                except RowsDiffer as differs:
                     found = differs
         except DamagedFileError:
             self._forget(env)
@@ -779,13 +610,13 @@ class Replayer:
         return save
 
     def window(self, number: int) -> TensorDict:
-        """Make all rows of a window; raise `_Differs` if they are not those that were collected."""
+        """Make all rows of a window; raise `RowsDiffer` if they are not those that were collected."""
         if self._shown is not None and self._shown[0] == number:
             return self._shown[1]
 
         save = self._save_before(number)
         if save is not None and (self._whole is None or not save.window < self._next <= number):
-            with suppress(_Differs, DamagedFileError):
+            with suppress(RowsDiffer, DamagedFileError):
                 self._begin_saved(save)
                 return self._reach(number)
             self._wrong_saves.add(save)
@@ -793,7 +624,7 @@ class Replayer:
 
         event = self._event_before(number)
         if event is None:
-            raise _Differs(self._windows.begins(number), 0)
+            raise RowsDiffer(self._windows.begins(number), 0)
         is_new = self._whole is None
         begins = is_new or self._next > number or (event.window > self._next and event.seed >= 0)
         if begins:
@@ -801,13 +632,13 @@ class Replayer:
 
         try:
             return self._reach(number)
-        except _Differs:
+        except RowsDiffer:
             # The rows may depend on what the env did before a seed: on nothing, or on all that is in the log.
             earliest = self._windows.events[0]
             if not is_new:
                 self._drop_whole()
                 self._begin_whole(event)
-                with suppress(_Differs):
+                with suppress(RowsDiffer):
                     return self._reach(number)
             if earliest is event or earliest.seed == UNSEEDED:
                 raise
@@ -816,7 +647,7 @@ class Replayer:
             return self._reach(number)
 
     def _reach(self, number: int) -> TensorDict:
-        """Step all envs to the end of a window; return its rows, or raise `_Differs`."""
+        """Step all envs to the end of a window; return its rows, or raise `RowsDiffer`."""
         with torch.no_grad():
             while self._next < number:
                 self._advance(wanted=False)
@@ -951,7 +782,7 @@ class Replayer:
         return batch
 
     def _check(self, number: int, batch: TensorDict, envs: Sequence[int]) -> None:
-        """Raise `_Differs` unless these are the rows of a window, those of the given envs."""
+        """Raise `RowsDiffer` unless these are the rows of a window, those of the given envs."""
         window = self._windows.get(number)
         counts = window.counts
         chosen = np.zeros(self._num_envs, bool)
@@ -966,7 +797,7 @@ class Replayer:
         # Of 256 differing rows one has the same 8 bits.
         place = int(wrong[0]) if len(wrong) else 0
         env = int(np.repeat(np.arange(self._num_envs), counts)[rows[place]])
-        raise _Differs(self._windows.begins(number) + int(rows[place]), env)
+        raise RowsDiffer(self._windows.begins(number) + int(rows[place]), env)
 
     def _check_marks(
         self, window: Window, batch: TensorDict, chosen: np.ndarray[Any, np.dtype[np.bool_]]
@@ -1027,26 +858,6 @@ class Replayer:
             self._check(number, batch, range(self._num_envs))
         except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
             raise DamagedFileError(f"kept rows are damaged: {str(error)[:200]}") from None
-        except _Differs as found:
+        except RowsDiffer as found:
             raise DamagedFileError(f"kept row {found.row:,} is not what was collected") from None
         return self._with_outputs(number, batch, None)
-
-
-def first_bits(digests: Words) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the 8 bits of each digest that a log stores for each row."""
-    return (digests >> np.uint64(56)).astype(np.uint8)
-
-
-def pack_kept(layout: Layout, batch: TensorDict, final: TensorDict | None) -> bytes:
-    """Pack the columns that the env made: each observation once."""
-    implied = {next_key(key) for key in (*layout.obs, *layout.counts)}
-    made = [form.key for form in layout.made if form.key not in implied]
-    columns = [(key, batch.get(key).cpu()) for key in made]
-
-    if final is None:
-        rows = run_ends(batch, **layout.marks).nonzero().squeeze(-1)
-        lasts = [(key, batch.get(next_key(key)).index_select(0, rows).cpu()) for key in layout.obs]
-    else:
-        rows = final.get("row")
-        lasts = [(key, final.get(next_key(key)).cpu()) for key in layout.obs]
-    return pack_bytes({"columns": columns, "final": lasts, "final_rows": rows.cpu()})
