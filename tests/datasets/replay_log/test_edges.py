@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import SyncVectorEnv
-from gymnasium.wrappers import NormalizeObservation
+from gymnasium.wrappers import NormalizeObservation, RecordEpisodeStatistics
 from hypothesis import given
 from hypothesis import strategies as st
 from replay_logs import MODES, Ignored, Walk, assert_equal, cat, check_slices, collect, many, vector
@@ -506,3 +506,20 @@ def test_rows_can_be_read_after_an_error_in_the_env(
         assert replayer._whole is None
         assert not replayer._alone
         assert_equal(log.rows(first, first + 200), rows[first : first + 200])
+
+
+def test_an_entry_of_info_that_few_envs_have(tmp_path: Path) -> None:
+    """Rows of the other envs are made without it."""
+
+    def make() -> Any:
+        def one(steps: int) -> Any:
+            return lambda: RecordEpisodeStatistics(gym.make("CartPole-v1", max_episode_steps=steps))
+
+        return SyncVectorEnv([one(500), one(500), one(5)])
+
+    rows = collect(tmp_path / "log", make, rows=21, info_keys=[("episode", "l")])
+    ends = rows.get(("next", "episode", "l"))
+    assert set(ends[:14].tolist()) == {0}
+    assert ends[14:21].max() == 5
+    with ReplayLog(tmp_path / "log", create_env_fn=make) as log:
+        check_slices(log, rows)

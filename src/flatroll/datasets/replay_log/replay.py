@@ -30,8 +30,8 @@ _ALONE = 3
 _MOST_ALONE = 8  # envs that stay open
 _AT_ONCE = 256  # steps of a window whose rows are not wanted
 _MOST_CODES = 256  # of saved states, that stay in memory
-_TOO_MANY = 4096
 _ENOUGH = 64  # rows after a restart that tell whether it leads to the right ones
+_TOO_MANY = 4096  # of these: that would take too long
 
 T = TypeVar("T")
 
