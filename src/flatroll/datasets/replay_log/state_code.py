@@ -1,6 +1,6 @@
 """States of envs as few bytes.
 
-An emulator's state has more than 100,000 bytes, nearly all of which are the same a thousand steps later. A reader can
+An emulator's state has 14,000 bytes, nearly all of which are the same a thousand steps later. A reader can
 make one state again: that after the log's first reset, the *base*. So only what differs from the base is stored:
 
 1. `flatroll.disk.state_tree` splits a state, a tree of plain values, into a description and arrays.
@@ -46,7 +46,7 @@ from flatroll.wrappers.mersenne import (
 
 #: A state has at most so many bytes before compression.
 MOST_BYTES = 256 << 20
-_MOST_DRAWS = 2**30  # of a generator since the base: to draw them takes about 3 s
+_MOST_DRAWS = 2**26  # of a generator since the base: to draw them takes about 0.2 s
 _MOST_ROUNDS = 2048  # of a generator, 624 numbers each, from one state to the next
 _HEAD = struct.Struct("<III")
 _WORDS = 624  # of a generator; its place follows
