@@ -1,7 +1,8 @@
 """States of envs as few bytes.
 
-An emulator's state has 14,000 bytes, nearly all of which are the same a thousand steps later. A reader can
-make one state again: that after the log's first reset, the *base*. So only what differs from the base is stored:
+The state of ale-py's emulator has 14,000 bytes: two random generators, and 1,000 others, most of which are the same a
+thousand steps later. A reader can make one state again: that after the log's first reset, the *base*. So only what
+differs from the base is stored:
 
 1. `flatroll.disk.state_tree` splits a state, a tree of plain values, into a description and arrays.
 2. Generators of C++ (`flatroll.wrappers.mersenne`), 6,000 bytes that all change, are cut out of the arrays. Of each is
